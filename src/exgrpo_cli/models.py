@@ -1,0 +1,163 @@
+"""Opening model folders: a plain Hugging Face folder, or a PEFT adapter on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.recipe import ModelSettings
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def is_adapter(path: str) -> bool:
+    """Whether the folder is a PEFT adapter."""
+    return (Path(path) / "adapter_config.json").is_file()
+
+
+def adapter_base(path: str) -> str:
+    """The base model that an adapter folder names.
+
+    Raises:
+        InputError: the adapter names none.
+    """
+    file = Path(path) / "adapter_config.json"
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise InputError(f"{file}: base_model_name_or_path is missing")
+    return str(base)
+
+
+def check_policy(path: str) -> None:
+    """Refuse what cannot be a policy, before anything heavy is loaded.
+
+    A name that is no folder here is taken for a hub name when it looks like one (``org/name``).
+
+    Raises:
+        InputError: no path, no such folder, no config.json, or no weights in it.
+    """
+    if not path:
+        raise InputError("no policy given: set model.path in the recipe, or give --policy")
+    folder = Path(path)
+    if not folder.exists():
+        looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+        if looks_local or folder.parent.is_dir():
+            raise InputError(f"{path}: no such policy folder")
+        return
+    if not folder.is_dir():
+        raise InputError(f"{path}: a policy is a folder with config.json and *.safetensors")
+    if is_adapter(path):
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise InputError(f"{path}: adapter_model.safetensors is missing from this adapter")
+        check_policy(adapter_base(path))
+        return
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{path}: config.json is missing; a policy is a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"{path}: no weights (*.safetensors) in this policy folder")
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` to cuda, else mps, else cpu; other names as torch knows them.
+
+    Raises:
+        InputError: torch has no such device here.
+    """
+    import torch
+
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"device {name!r} cannot be used here: {reason}") from error
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` to bfloat16 on a GPU that has it, else float32."""
+    import torch
+
+    if name != "auto":
+        return {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+        }[name]
+    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer; an adapter's own, or its base model's.
+
+    Raises:
+        InputError: the folder has no tokenizer that transformers can open.
+    """
+    from transformers import AutoTokenizer
+
+    check_policy(path)
+    has_own = not is_adapter(path) or (Path(path) / "tokenizer_config.json").is_file()
+    source = path if has_own else adapter_base(path)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=settings.trust_remote_code
+        )
+    except Exception as error:
+        raise InputError(f"{source}: the tokenizer cannot be opened: {_reason(error)}") from error
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def load_model(
+    path: str, settings: ModelSettings, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode; an adapter is put on its base model, unmerged.
+
+    Args:
+        path: a Hugging Face folder, a PEFT adapter folder, or a hub name.
+        settings: attention implementation and whether remote code may run.
+        device: where it goes.
+        dtype: of its weights.
+
+    Returns:
+        The model (a ``peft.PeftModel`` for an adapter), without gradients switched off.
+
+    Raises:
+        InputError: no weights, or transformers cannot open them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_policy(path)
+    base = adapter_base(path) if is_adapter(path) else path
+    options: dict[str, Any] = {}
+    if settings.attention != "auto":
+        options["attn_implementation"] = settings.attention
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            base,
+            dtype=dtype,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+            **options,
+        )
+        if base != path:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, path)
+    except Exception as error:
+        raise InputError(f"{path}: the policy cannot be opened: {_reason(error)}") from error
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,50 @@
+"""From a problem's chat to prompt token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.recipe import ModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def render_prompt(
+    prompt: Sequence[Mapping[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ModelSettings,
+) -> list[int]:
+    """Token ids of a chat, ready for the response to follow.
+
+    With a chat template: the template with its generation prompt, which places all special
+    tokens. Without one, or with ``model.template = "plain"``: the system text, if any, and the
+    last user message put into ``model.plain_template``, without special tokens.
+
+    Args:
+        prompt: messages with ``role`` and ``content``.
+        tokenizer: the policy's.
+        settings: template, plain_template and system.
+
+    Raises:
+        InputError: no user message, or the template refuses the chat.
+    """
+    messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+    if settings.system and not any(m["role"] == "system" for m in messages):
+        messages.insert(0, {"role": "system", "content": settings.system})
+    if settings.template == "auto" and tokenizer.chat_template:
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:
+            raise InputError(f"the chat template refuses a prompt: {error}") from error
+        return [int(i) for i in ids]  # type: ignore[union-attr,arg-type]
+    users = [m["content"] for m in messages if m["role"] == "user"]
+    if not users:
+        raise InputError("a prompt without a user message cannot be put into plain_template")
+    system = "".join(m["content"] + "\n\n" for m in messages if m["role"] == "system")
+    text = system + settings.plain_template.replace("{prompt}", users[-1])
+    return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]

@@ -1,0 +1,369 @@
+"""Settings: one typed tree, from TOML, overridden by flags. Strict: an unknown key is an error."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from exgrpo_cli.errors import InputError
+
+
+class Section(BaseModel):
+    """A strict part of the recipe."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
+    )
+
+
+class ModelSettings(Section):
+    """The policy and its prompts."""
+
+    path: str = Field("", description="initial policy: a Hugging Face folder or hub name")
+    template: Literal["auto", "plain"] = Field(
+        "auto",
+        description="auto: the tokenizer's chat template if it has one; plain: plain_template",
+    )
+    plain_template: str = Field(
+        "{prompt}", description="prompt of a model without chat template; {prompt} is the question"
+    )
+    system: str = Field("", description="system message put before each prompt that has none")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="weights for sampling and scoring; auto: bfloat16 on a GPU, else float32",
+    )
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
+        "auto", description="attention implementation in transformers"
+    )
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+
+
+class ProblemSettings(Section):
+    """The training problems."""
+
+    path: str = Field("", description="problems to import into the run, in any known format")
+    format: str = Field("auto", description="the file's schema, where detection gets it wrong")
+    verifier: str = Field("math", description="verifier of problems that name none")
+    limit: int | None = Field(None, ge=1, description="only the first so many problems")
+
+
+class RolloutSettings(Section):
+    """Sampling from the current policy."""
+
+    engine: Literal["auto", "vllm", "transformers"] = Field(
+        "auto", description="auto: vLLM where it is installed, else transformers"
+    )
+    samples: int = Field(8, ge=1, description="K, rollouts a question")
+    temperature: float = Field(1.0, ge=0.0, description="sampling temperature")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="must be 1 in training: it biases ratios")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out, and said")
+    max_new_tokens: int = Field(8192, ge=1, description="maximum response length")
+    questions_per_part: int = Field(16, ge=1, description="questions in one Parquet part")
+    batch_size: int = Field(
+        256, ge=1, description="sequences generated together by the transformers engine"
+    )
+    entropies: bool = Field(
+        True, description="keep per-token entropies where the engine has exact ones"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps (transformers engine)")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's share of the GPU")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that vLLM splits the model over")
+    enforce_eager: bool = Field(False, description="vLLM without compilation: starts faster")
+
+
+class VerifySettings(Section):
+    """Rewards."""
+
+    timeout: float = Field(5.0, gt=0, description="hard limit for one answer, seconds")
+    workers: int | None = Field(None, ge=1, description="worker processes; default: the cores")
+    memory_mb: int = Field(2048, ge=256, description="memory limit of a worker, MiB")
+
+
+class ScoreSettings(Section):
+    """Exact log-probabilities and entropies under the current policy."""
+
+    enabled: bool = Field(True, description="whether the loop runs score")
+    tokens_per_batch: int = Field(16384, ge=1, description="padded tokens of one forward pass")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+
+
+class CurateSettings(Section):
+    """Which experience is kept, and what the next step learns from."""
+
+    questions: int = Field(128, ge=1, description="B, questions a step")
+    replay_ratio: float = Field(0.5, ge=0.0, le=1.0, description="rho, share of replay questions")
+    start_success: float = Field(
+        0.35, ge=0.0, le=1.0, description="replay starts once a step's success rate exceeds this"
+    )
+    store_before_start: bool = Field(
+        False, description="keep the successes of steps before replay has started"
+    )
+    lower: int = Field(0, ge=0, description="successes are stored when lower < k <= upper")
+    upper: int | None = Field(None, ge=0, description="see lower; default K - 1")
+    count_replayed: bool = Field(True, description="whether the replayed row counts in the bucket")
+    weights: Literal["normal", "linear", "sqrt", "linear_clip", "uniform"] = Field(
+        "normal", description="how a bucket's weight depends on its count of successes k"
+    )
+    sigma: float = Field(1.0, gt=0, description="standard deviation of the normal weights")
+    sigma_unit: Literal["count", "share"] = Field(
+        "count", description="sigma in counts k (as published) or in shares k/K (almost flat)"
+    )
+    selection: Literal[
+        "lowest_entropy", "highest_entropy", "lowest_perplexity", "random", "newest"
+    ] = Field("lowest_entropy", description="which stored success of a question is replayed")
+    revive_after: int | None = Field(
+        None, ge=1, description="retired questions come back after so many steps for a check-up"
+    )
+
+
+class ObjectiveSettings(Section):
+    """The mixed-policy objective."""
+
+    shaping: Literal["ratio", "none", "power", "sqrt"] = Field(
+        "ratio", description="policy shaping f of the replay ratio; ratio: x / (x + beta)"
+    )
+    beta: float = Field(0.1, gt=0, description="beta of the shaping")
+    power: float = Field(0.5, gt=0, description="exponent of shaping = power")
+    replay_ratio_cap: float | None = Field(
+        None, gt=0, description="upper bound on the shaped replay ratio"
+    )
+    clip: Literal["auto", "on", "off"] = Field(
+        "auto", description="PPO clipping of fresh tokens; auto: on until replay has started"
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="ratios are clipped to 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="and to 1 + clip_high")
+    divide_by_std: bool = Field(False, description="divide advantages by the group's deviation")
+    aggregate: Literal["fixed_length", "token_mean", "sequence_mean"] = Field(
+        "fixed_length",
+        description="fixed_length: token sum / max length, mean over rows; token_mean: over all"
+        " tokens; sequence_mean: mean over rows of each row's token mean",
+    )
+    length_divisor: int | None = Field(
+        None, ge=1, description="divisor of fixed_length; default rollout.max_new_tokens"
+    )
+    entropy_bonus: float = Field(0.001, ge=0, description="coefficient of the entropy bonus")
+    kl: float = Field(0.0, ge=0, description="coefficient of the k3 KL to a reference policy")
+    reference: str = Field("", description="reference policy of the KL; default the initial model")
+
+
+class TrainSettings(Section):
+    """The update."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="AdamW's learning rate, constant")
+    warmup_steps: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+    skip_grad_norm: float | None = Field(
+        None, gt=0, description="an update whose gradient norm is above this is skipped"
+    )
+    minibatch_questions: int = Field(64, ge=1, description="questions an optimizer update")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one pass")
+    gradient_checkpointing: bool = Field(False, description="recompute activations, save memory")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    autocast: bool = Field(True, description="bfloat16 compute where the device has it")
+    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="weights of the saved policy; auto: as the initial model's"
+    )
+    keep: int | None = Field(
+        None, ge=1, description="optimizer states kept; older ones are removed; default all"
+    )
+
+
+class LoraSettings(Section):
+    """Low-rank adapters through peft."""
+
+    enabled: bool = Field(False, description="train an adapter instead of the whole model")
+    rank: int = Field(16, ge=1, description="rank")
+    alpha: int = Field(32, ge=1, description="scale is alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
+    targets: list[str] = Field(["all-linear"], description="module names, or all-linear")
+
+
+class EvaluateSettings(Section):
+    """Held-out problems."""
+
+    problems: dict[str, str] = Field({}, description="name = file, evaluated in the loop")
+    samples: int = Field(4, ge=1, description="samples a question")
+    temperature: float = Field(0.6, ge=0, description="0 is greedy")
+    max_new_tokens: int | None = Field(None, ge=1, description="default rollout.max_new_tokens")
+    every: int = Field(10, ge=0, description="steps between evaluations in the loop; 0: never")
+    bootstrap: int = Field(2000, ge=100, description="resamples of the confidence intervals")
+
+
+class LoopSettings(Section):
+    """`exgrpo run`."""
+
+    steps: int = Field(500, ge=1, description="iterations")
+
+
+class Recipe(Section):
+    """All settings. Defaults are the paper's, for one GPU node."""
+
+    seed: int = Field(0, ge=0, description="every random choice follows from it")
+    model: ModelSettings = ModelSettings()
+    problems: ProblemSettings = ProblemSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    verify: VerifySettings = VerifySettings()
+    score: ScoreSettings = ScoreSettings()
+    curate: CurateSettings = CurateSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    train: TrainSettings = TrainSettings()
+    lora: LoraSettings = LoraSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    loop: LoopSettings = LoopSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        upper = self.curate.upper
+        if upper is not None and upper <= self.curate.lower:
+            raise ValueError("curate.upper must be above curate.lower")
+        return self
+
+    @property
+    def length_divisor(self) -> int:
+        """The fixed length that token sums are divided by."""
+        return self.objective.length_divisor or self.rollout.max_new_tokens
+
+    @property
+    def stored_upper(self) -> int:
+        """The most successes with which a group is stored: by default K - 1."""
+        upper = self.curate.upper
+        return self.rollout.samples - 1 if upper is None else upper
+
+
+def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the recipe, such as ``train.learning_rate``."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _unknown_key(key: str) -> str:
+    """``unknown key train.lerning_rate; did you mean train.learning_rate?``"""
+    keys = list(known_keys())
+    sections = [name for name, f in Recipe.model_fields.items() if f.annotation is not int]
+    leaf = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, keys + sections, n=1, cutoff=0.6)
+    if not near:  # right name in the wrong section, or a slip in a short name
+        leaves = {name.rsplit(".", 1)[-1]: name for name in keys}
+        near = [leaves[n] for n in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)]
+    return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def parse_recipe(values: dict[str, Any], origin: str) -> Recipe:
+    """A nested dictionary as a recipe.
+
+    Args:
+        values: as read from TOML.
+        origin: a file name or flag, for the messages.
+
+    Raises:
+        InputError: an unknown key (with the nearest valid one), or a value out of its range.
+    """
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise InputError(f"{origin}: {_unknown_key(key)}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        where = f"{key} = {first['input']!r}: " if key else ""
+        raise InputError(f"{origin}: {where}{message}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a dictionary.
+
+    Raises:
+        InputError: no such file, or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such recipe") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_value(text: str) -> Any:
+    """A flag's value: TOML (``3``, ``true``, ``[1, 2]``, ``"x"``), and otherwise a bare string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a nested dictionary, in place; ``None`` is left out.
+
+    Raises:
+        InputError: a part of the key is a value, not a section.
+    """
+    if value is None:
+        return
+    *sections, leaf = key.split(".")
+    here = values
+    for name in sections:
+        here = here.setdefault(name, {})
+        if not isinstance(here, dict):
+            raise InputError(f"{_unknown_key(key)}")
+    here[leaf] = value
+
+
+def load_recipe(
+    path: Path | None,
+    sets: Sequence[str] = (),
+    flags: dict[str, Any] | None = None,
+) -> Recipe:
+    """The settings of one command.
+
+    Args:
+        path: a TOML file; None for the defaults.
+        sets: ``key=value`` overrides, as given to ``--set``.
+        flags: dotted keys from dedicated options; None values are left out. They win over ``sets``.
+
+    Raises:
+        InputError: see :func:`parse_recipe`.
+    """
+    values = read_toml(path) if path is not None else {}
+    if path is not None:
+        parse_recipe(values, str(path))  # so that a fault names the file, not the flags
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(
+                f"--set {text}: expected KEY=VALUE, such as --set train.learning_rate=2e-6"
+            )
+        set_key(values, key.strip(), parse_value(value.strip()))
+    for key, value in (flags or {}).items():
+        set_key(values, key, value)
+    return parse_recipe(values, "--set" if sets else (str(path) if path else "options"))
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML that reads back to the same settings; unset optional keys are left out."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys whose values differ, with both values."""
+
+    def value(recipe: Recipe, key: str) -> Any:
+        here: Any = recipe
+        for name in key.split("."):
+            here = getattr(here, name)
+        return here
+
+    pairs = {key: (value(old, key), value(new, key)) for key in known_keys()}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

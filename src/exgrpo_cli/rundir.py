@@ -1,0 +1,149 @@
+"""Where each file of a run lies, and the metrics that stages leave there."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.tables import write_json, write_text
+
+
+def step_name(step: int) -> str:
+    """``step-00007``: the name of a step's folder, and of the policy that step samples from."""
+    return f"step-{step:05d}"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The layout of a run directory. Only names: nothing is created or checked here."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.toml"
+
+    @property
+    def problems(self) -> Path:
+        return self.root / "problems.parquet"
+
+    @property
+    def experience(self) -> Path:
+        return self.root / "experience.parquet"
+
+    @property
+    def questions(self) -> Path:
+        return self.root / "questions.parquet"
+
+    @property
+    def curation(self) -> Path:
+        """What the experience tables were derived from (JSON); absent while they change."""
+        return self.root / "curation.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def plan(self, step: int) -> Path:
+        return self.root / "plan" / f"{step_name(step)}.parquet"
+
+    def rollouts(self, step: int) -> Path:
+        return self.root / "rollouts" / step_name(step)
+
+    def verdicts(self, step: int) -> Path:
+        return self.root / "verdicts" / step_name(step)
+
+    def scores(self, step: int) -> Path:
+        """Parts ``part-*`` score the step's rollouts, ``replay-*`` the replay candidates."""
+        return self.root / "scores" / step_name(step)
+
+    def curated(self, step: int) -> Path:
+        return self.root / "curated" / f"{step_name(step)}.parquet"
+
+    def policy(self, step: int) -> Path:
+        return self.root / "policy" / step_name(step)
+
+    def trainer(self, step: int) -> Path:
+        return self.root / "trainer" / step_name(step)
+
+    def evaluation(self, step: int, name: str) -> Path:
+        return self.root / "evaluations" / step_name(step) / name
+
+    def steps(self, kind: str) -> list[int]:
+        """The steps that have something under ``kind`` (``rollouts``, ``plan``, ...), sorted."""
+        folder = self.root / kind
+        found = []
+        if folder.is_dir():
+            for path in folder.iterdir():
+                match = re.fullmatch(r"step-(\d{5,})(\.parquet)?", path.name)
+                if match:
+                    found.append(int(match[1]))
+        return sorted(set(found))
+
+    def policy_path(self, step: int, initial: str) -> str:
+        """The policy that step samples from: ``policy/step-…``, or for step 0 the initial model.
+
+        Args:
+            step: t.
+            initial: the recipe's ``model.path`` (a folder or a hub name).
+
+        Raises:
+            InputError: the step before was not trained yet.
+        """
+        path = self.policy(step)
+        if path.is_dir():
+            return str(path)
+        if step == 0:
+            return initial
+        raise InputError(
+            f"{path}: step {step} has no policy yet;"
+            f" run: exgrpo train {self.root} --step {step - 1}"
+        )
+
+    def record(self, step: int, stage: str, metrics: dict[str, Any]) -> None:
+        """Leave a stage's metrics for a step and renew ``metrics.jsonl``.
+
+        Each stage writes its own ``metrics/step-…/STAGE.json``; ``metrics.jsonl`` is those merged,
+        a line a step, so a stage that is run again replaces its own numbers and no line is lost or
+        doubled when a job is killed.
+
+        Args:
+            step: t.
+            stage: the file's name.
+            metrics: slash-grouped names (``reward/mean``) to numbers.
+        """
+        write_json(self.root / "metrics" / step_name(step) / f"{stage}.json", metrics)
+        lines = []
+        for number in self.steps("metrics"):
+            merged: dict[str, Any] = {"step": number}
+            for file in sorted((self.root / "metrics" / step_name(number)).glob("*.json")):
+                merged |= json.loads(file.read_text(encoding="utf-8"))
+            lines.append(json.dumps(merged, sort_keys=False))
+        write_text(self.metrics, "\n".join(lines) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``, in step order; empty before the first step."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def infer_step(run: RunDir, kind: str, mend: str) -> int:
+    """The latest step that has ``kind``; what a stage does when ``--step`` is not given.
+
+    Raises:
+        InputError: there is none yet.
+    """
+    steps = run.steps(kind)
+    if not steps:
+        raise InputError(f"{run.root}: no {kind} yet; {mend}")
+    return steps[-1]
