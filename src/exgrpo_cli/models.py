@@ -114,7 +114,7 @@ def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBas
         )
     except Exception as error:
         raise InputError(f"{source}: the tokenizer cannot be opened: {_reason(error)}") from error
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def load_model(
@@ -155,7 +155,7 @@ def load_model(
             model = PeftModel.from_pretrained(model, path)
     except Exception as error:
         raise InputError(f"{path}: the policy cannot be opened: {_reason(error)}") from error
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    return model.to(device).eval()
 
 
 def _reason(error: Exception) -> str:

@@ -41,7 +41,7 @@ def render_prompt(
             )
         except Exception as error:
             raise InputError(f"the chat template refuses a prompt: {error}") from error
-        return [int(i) for i in ids]  # type: ignore[union-attr,arg-type]
+        return [int(i) for i in ids]
     users = [m["content"] for m in messages if m["role"] == "user"]
     if not users:
         raise InputError("a prompt without a user message cannot be put into plain_template")

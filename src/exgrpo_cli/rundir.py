@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,16 @@ def step_name(step: int) -> str:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The layout of a run directory. Only names: nothing is created or checked here."""
+    """The layout of a run directory. Only names: nothing is created or checked here.
+
+    Any table can be given elsewhere instead: ``RunDir(root, {"rollouts": Path("loose/")})``.
+    """
 
     root: Path
+    given: Mapping[str, Path] = field(default_factory=dict)
+
+    def _place(self, kind: str, default: Path) -> Path:
+        return self.given.get(kind, default)
 
     @property
     def recipe(self) -> Path:
@@ -29,15 +38,15 @@ class RunDir:
 
     @property
     def problems(self) -> Path:
-        return self.root / "problems.parquet"
+        return self._place("problems", self.root / "problems.parquet")
 
     @property
     def experience(self) -> Path:
-        return self.root / "experience.parquet"
+        return self._place("experience", self.root / "experience.parquet")
 
     @property
     def questions(self) -> Path:
-        return self.root / "questions.parquet"
+        return self._place("questions", self.root / "questions.parquet")
 
     @property
     def curation(self) -> Path:
@@ -53,26 +62,26 @@ class RunDir:
         return self.root / "report.html"
 
     def plan(self, step: int) -> Path:
-        return self.root / "plan" / f"{step_name(step)}.parquet"
+        return self._place("plan", self.root / "plan" / f"{step_name(step)}.parquet")
 
     def rollouts(self, step: int) -> Path:
-        return self.root / "rollouts" / step_name(step)
+        return self._place("rollouts", self.root / "rollouts" / step_name(step))
 
     def verdicts(self, step: int) -> Path:
-        return self.root / "verdicts" / step_name(step)
+        return self._place("verdicts", self.root / "verdicts" / step_name(step))
 
     def scores(self, step: int) -> Path:
         """Parts ``part-*`` score the step's rollouts, ``replay-*`` the replay candidates."""
-        return self.root / "scores" / step_name(step)
+        return self._place("scores", self.root / "scores" / step_name(step))
 
     def curated(self, step: int) -> Path:
-        return self.root / "curated" / f"{step_name(step)}.parquet"
+        return self._place("curated", self.root / "curated" / f"{step_name(step)}.parquet")
 
     def policy(self, step: int) -> Path:
-        return self.root / "policy" / step_name(step)
+        return self._place("policy", self.root / "policy" / step_name(step))
 
     def trainer(self, step: int) -> Path:
-        return self.root / "trainer" / step_name(step)
+        return self._place("trainer", self.root / "trainer" / step_name(step))
 
     def evaluation(self, step: int, name: str) -> Path:
         return self.root / "evaluations" / step_name(step) / name
@@ -118,16 +127,25 @@ class RunDir:
         Args:
             step: t.
             stage: the file's name.
-            metrics: slash-grouped names (``reward/mean``) to numbers.
+            metrics: slash-grouped names (``reward/mean``) to numbers; what is not finite is null.
         """
-        write_json(self.root / "metrics" / step_name(step) / f"{stage}.json", metrics)
-        lines = []
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        write_json(self.root / "metrics" / step_name(step) / f"{stage}.json", finite)
+        # Lines of earlier steps stand; this step's, the one before (a kill may have come between
+        # its two files) and any that are missing are made anew from the stages' files.
+        lines = {line["step"]: line for line in self.read_metrics()}
         for number in self.steps("metrics"):
+            if number in lines and number < step - 1:
+                continue
             merged: dict[str, Any] = {"step": number}
             for file in sorted((self.root / "metrics" / step_name(number)).glob("*.json")):
                 merged |= json.loads(file.read_text(encoding="utf-8"))
-            lines.append(json.dumps(merged, sort_keys=False))
-        write_text(self.metrics, "\n".join(lines) + "\n")
+            lines[number] = merged
+        text = "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines))
+        write_text(self.metrics, text)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, in step order; empty before the first step."""

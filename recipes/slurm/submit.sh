@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Submit iterations of ExGRPO to SLURM: arrays for rollout, verify and score, single jobs for curate
+# and train, each waiting for the one before. A killed or failed array task can be sent again
+# alone (or the whole script again): finished parts are skipped.
+#
+#   exgrpo init runs/mine --recipe recipes/qwen2.5-math-7b.toml --problems openr1.parquet
+#   recipes/slurm/submit.sh runs/mine FIRST_STEP STEPS [TASKS]
+#
+# Options for sbatch (partition, account, time) come from the environment:
+#   GPU_OPTIONS="--partition=gpu --gres=gpu:1" CPU_OPTIONS="--partition=cpu"
+set -euo pipefail
+run=$1 first=$2 steps=$3 tasks=${4:-8}
+script=$(dirname "$0")/stage.sbatch
+array=--array=0-$((tasks - 1))
+read -ra gpu <<<"${GPU_OPTIONS:-}"
+read -ra cpu <<<"${CPU_OPTIONS:-}"
+
+submit() { # STAGE STEP DEPENDENCY OPTIONS... -> job id
+  local stage=$1 step=$2 after=$3
+  shift 3
+  sbatch --parsable --job-name="$stage-$step" ${after:+--dependency=afterok:$after} "$@" \
+    "$script" "$stage" "$run" "$step" | cut -d';' -f1
+}
+
+after=""
+for ((step = first; step < first + steps; step++)); do
+  rollout=$(submit rollout "$step" "$after" "$array" "${gpu[@]}")
+  verify=$(submit verify "$step" "$rollout" "$array" "${cpu[@]}")
+  score=$(submit score "$step" "$rollout" "$array" "${gpu[@]}")
+  curate=$(submit curate "$step" "$verify:$score" "${cpu[@]}")
+  after=$(submit train "$step" "$curate" "${gpu[@]}")
+  echo "step $step: rollout $rollout, verify $verify, score $score, curate $curate, train $after"
+done

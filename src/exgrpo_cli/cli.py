@@ -1,0 +1,783 @@
+"""The command ``exgrpo``: options, help and exit codes. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.progress import to_stderr
+from exgrpo_cli.recipe import Recipe, load_recipe, to_toml
+from exgrpo_cli.rundir import RunDir, infer_step, step_name
+
+app = typer.Typer(
+    name="exgrpo",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+P = ParamSpec("P")
+
+
+def _command(function: Callable[P, None]) -> Callable[P, None]:
+    """Turn errors into one line and an exit code: 2 bad input, 1 failed, 130 interrupted."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        debug = os.environ.get("EXGRPO_DEBUG") == "1"
+        try:
+            function(*args, **kwargs)
+        except KeyboardInterrupt:
+            to_stderr("exgrpo: interrupted; what was finished is kept, the same command goes on")
+            raise SystemExit(130) from None
+        except BrokenPipeError:  # `exgrpo show … | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
+        except InputError as error:
+            if debug:
+                raise
+            to_stderr(f"exgrpo: {error}")
+            raise SystemExit(2) from None
+        except StageError as error:
+            if debug:
+                raise
+            to_stderr(f"exgrpo: {error}")
+            raise SystemExit(1) from None
+        except Exception as error:
+            if debug:
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            to_stderr(f"exgrpo: {type(error).__name__}: {reason} (--debug shows the traceback)")
+            raise SystemExit(1) from None
+
+    return guarded
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; ``--debug`` may stand anywhere."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--debug" in arguments:
+        arguments = [a for a in arguments if a != "--debug"]
+        os.environ["EXGRPO_DEBUG"] = "1"
+    app(args=arguments, prog_name="exgrpo")
+
+
+def _version(show: bool) -> None:
+    if show:
+        from exgrpo_cli import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")
+    ] = False,
+) -> None:
+    """Train a reasoning model from its own experience (ExGRPO), in stages that speak through files.
+
+    One iteration is [bold]rollout[/], [bold]verify[/], [bold]score[/], [bold]curate[/],
+    [bold]train[/], each on a run directory; [bold]run[/] calls them in turn. Every stage goes on
+    where it stopped, and skips what is already there.
+    """
+
+
+# --- options that several commands share --------------------------------------------------------
+
+RunArgument = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="Run directory; or give each path by option.")
+]
+RecipeOption = Annotated[
+    Path | None,
+    typer.Option("--recipe", "-r", help="Recipe (TOML); default RUN/recipe.toml.", metavar="FILE"),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", "-s", help="Override a recipe key; may be repeated.", metavar="KEY=VALUE"
+    ),
+]
+StepOption = Annotated[
+    int | None, typer.Option("--step", min=0, help="The step; default the latest that is due.")
+]
+ShardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shard", help="Do part of the work; default from SLURM_ARRAY_TASK_ID.", metavar="I/N"
+    ),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Make again what is there.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved settings as TOML and stop.")
+]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option("--policy", help="Model folder or adapter; default RUN's policy of the step."),
+]
+ProblemsOption = Annotated[
+    Path | None, typer.Option("--problems", help="Problems table; default RUN/problems.parquet.")
+]
+RolloutsOption = Annotated[
+    Path | None, typer.Option("--rollouts", help="Rollouts: a folder of parts, or a file.")
+]
+VerdictsOption = Annotated[
+    Path | None, typer.Option("--verdicts", help="Verdicts: a folder of parts, or a file.")
+]
+ScoresOption = Annotated[
+    Path | None, typer.Option("--scores", help="Scores: a folder of parts, or a file.")
+]
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", help="auto, vllm or transformers.", metavar="ENGINE")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Initial policy: a folder or a hub name.")
+]
+TrainingProblemsOption = Annotated[
+    Path | None, typer.Option("--problems", help="Problems to import, in any known format.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of all sampling.")]
+SamplesOption = Annotated[int | None, typer.Option("--samples", "-k", min=1, help="K a question.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, help="Sampling temperature.")
+]
+MaxNewTokensOption = Annotated[
+    int | None, typer.Option("--max-new-tokens", min=1, help="Maximum response length.")
+]
+
+
+def _settings(
+    run: Path | None,
+    recipe: Path | None,
+    sets: list[str] | None,
+    dry_run: bool = False,
+    **flags: Any,
+) -> Recipe:
+    """The command's recipe: --recipe, else RUN/recipe.toml, else defaults; then the flags.
+
+    Flags are named ``section__key``.
+    """
+    path = recipe
+    if path is None and run is not None and RunDir(run).recipe.exists():
+        path = RunDir(run).recipe
+    dotted = {name.replace("__", "."): value for name, value in flags.items()}
+    settings = load_recipe(path, sets or (), dotted)
+    if dry_run:
+        print(to_toml(settings), end="")
+        raise typer.Exit
+    return settings
+
+
+def _run_dir(run: Path | None, **given: Path | None) -> RunDir:
+    """The run directory with explicit paths in place of its own.
+
+    Raises:
+        InputError: the directory does not exist.
+    """
+    if run is not None and not run.is_dir():
+        raise InputError(
+            f"{run}: no such run directory; start one with: exgrpo run {run} -r RECIPE"
+        )
+    return RunDir(run or Path(), {kind: path for kind, path in given.items() if path is not None})
+
+
+def _need(run: Path | None, **options: object) -> None:
+    """Without a run directory, these options must be given.
+
+    Raises:
+        InputError: naming what is missing.
+    """
+    missing = [f"--{name}" for name, value in options.items() if value is None]
+    if run is None and missing:
+        raise InputError(f"give a run directory, or {' and '.join(missing)}")
+
+
+def _result(result: dict[str, Any], as_json: bool) -> None:
+    """The result on stdout: JSON, or a line for each entry."""
+    if as_json:
+        print(json.dumps(result, ensure_ascii=False, default=str))
+        return
+    for name, value in result.items():
+        print(f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+# --- the stages -----------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Stages")
+@_command
+def rollout(
+    run: RunArgument = None,
+    step: StepOption = None,
+    engine: EngineOption = None,
+    policy: PolicyOption = None,
+    problems: ProblemsOption = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Plan table; default RUN/plan/step-….parquet.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the parts; default RUN/rollouts/step-…."),
+    ] = None,
+    samples: SamplesOption = None,
+    temperature: TemperatureOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+    seed: SeedOption = None,
+    shard: ShardOption = None,
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Sample the planned questions from the current policy, to Parquet.
+
+    Without RUN: every problem of --problems, K samples each, from --policy into --out.
+    """
+    settings = _settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        rollout__engine=engine,
+        rollout__samples=samples,
+        rollout__temperature=temperature,
+        rollout__max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    from exgrpo_cli.stages.rollout import ensure_plan
+    from exgrpo_cli.stages.rollout import rollout as sample
+    from exgrpo_cli.tables import parse_shard
+
+    _need(run, problems=problems, policy=policy, out=out)
+    place = _run_dir(run, problems=problems, plan=plan, rollouts=out)
+    if step is None:
+        step = max(place.steps("policy"), default=0) if run is not None else 0
+    if run is not None and plan is None:
+        plan = ensure_plan(place, step, settings)
+    result = sample(
+        problems=place.problems,
+        plan=plan,
+        out=place.rollouts(step),
+        policy=policy or place.policy_path(step, settings.model.path),
+        policy_name=policy or step_name(step),
+        step=step,
+        recipe=settings,
+        shard=parse_shard(shard),
+        force=force,
+        log=to_stderr,
+    )
+    _result({"step": step, **result}, as_json)
+
+
+@app.command(rich_help_panel="Stages")
+@_command
+def verify(
+    run: RunArgument = None,
+    step: StepOption = None,
+    rollouts: RolloutsOption = None,
+    problems: ProblemsOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder or file; default RUN/verdicts/step-….")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", help="Hard limit for one answer, seconds.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Worker processes; default the cores.")
+    ] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option("--explain", help="Only explain one verdict.", metavar="ROLLOUT_ID"),
+    ] = None,
+    shard: ShardOption = None,
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge each rollout's final answer against the gold answer.
+
+    Worker processes with a hard time limit an answer; math by math-verify.
+    """
+    settings = _settings(
+        run, recipe, sets, dry_run, verify__timeout=timeout, verify__workers=workers
+    )
+    from exgrpo_cli.stages import verify as stage
+    from exgrpo_cli.tables import parse_shard
+
+    _need(run, rollouts=rollouts, problems=problems, out=out or explain)
+    place = _run_dir(run, rollouts=rollouts, problems=problems, verdicts=out)
+    step = _step(place, step, "rollouts", rollouts, f"run: exgrpo rollout {run}")
+    if explain is not None:
+        _result(stage.explain(place.rollouts(step), place.problems, explain, settings), as_json)
+        return
+    result = stage.verify(
+        place.rollouts(step),
+        place.problems,
+        place.verdicts(step),
+        settings,
+        shard=parse_shard(shard),
+        force=force,
+        log=to_stderr,
+    )
+    _result(result, as_json)
+
+
+@app.command(rich_help_panel="Stages")
+@_command
+def score(
+    run: RunArgument = None,
+    step: StepOption = None,
+    policy: PolicyOption = None,
+    rollouts: RolloutsOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the parts; default RUN/scores/step-….")
+    ] = None,
+    shard: ShardOption = None,
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Exact log-probabilities and entropies of rollouts and replay candidates.
+
+    A forward pass of the current policy. May be left out: the rollouts' own numbers then serve.
+    """
+    settings = _settings(run, recipe, sets, dry_run)
+    from exgrpo_cli.stages.score import score as stage
+    from exgrpo_cli.tables import parse_shard
+
+    _need(run, rollouts=rollouts, policy=policy, out=out)
+    place = _run_dir(run, rollouts=rollouts, scores=out)
+    step = _step(place, step, "rollouts", rollouts, f"run: exgrpo rollout {run}")
+    result = stage(
+        rollouts=place.rollouts(step),
+        out=place.scores(step),
+        policy=policy or place.policy_path(step, settings.model.path),
+        policy_name=policy or step_name(step),
+        step=step,
+        recipe=settings,
+        run=None if run is None else place,
+        shard=parse_shard(shard),
+        force=force,
+        log=to_stderr,
+    )
+    _result(result, as_json)
+
+
+@app.command(rich_help_panel="Stages")
+@_command
+def curate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    step: StepOption = None,
+    rollouts: RolloutsOption = None,
+    verdicts: VerdictsOption = None,
+    scores: ScoresOption = None,
+    problems: ProblemsOption = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Derive the tables anew from the whole log.")
+    ] = False,
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose what is replayed, take in new successes, retire the mastered, plan the next step.
+
+    DuckDB queries over the run's tables; the log of rollouts and verdicts is the truth.
+    """
+    settings = _settings(run, recipe, sets, dry_run)
+    from exgrpo_cli.stages.curate import curate as stage
+
+    place = _run_dir(run, rollouts=rollouts, verdicts=verdicts, scores=scores, problems=problems)
+    step = _step(place, step, "rollouts", rollouts, f"run: exgrpo rollout {run}")
+    result = stage(place, step, settings, rebuild=rebuild, force=force, log=to_stderr)
+    _result({"step": step, **result}, as_json)
+
+
+@app.command(rich_help_panel="Stages")
+@_command
+def train(
+    run: RunArgument = None,
+    step: StepOption = None,
+    policy: PolicyOption = None,
+    rollouts: RolloutsOption = None,
+    verdicts: VerdictsOption = None,
+    scores: ScoresOption = None,
+    curated: Annotated[
+        Path | None, typer.Option("--curated", help="Chosen trajectories to replay.")
+    ] = None,
+    trainer: Annotated[
+        Path | None, typer.Option("--trainer", help="Optimizer state to go on from.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The new policy; default RUN/policy/step-….")
+    ] = None,
+    trainer_out: Annotated[
+        Path | None, typer.Option("--trainer-out", help="The new optimizer state.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", "--lr", help="AdamW's learning rate.")
+    ] = None,
+    lora: Annotated[
+        bool | None, typer.Option("--lora/--no-lora", help="Train a LoRA adapter.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1 or mps.")
+    ] = None,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Update the policy on the mixed batch of fresh rollouts and replayed successes."""
+    settings = _settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        train__learning_rate=learning_rate,
+        lora__enabled=lora,
+        train__device=device,
+    )
+    if run is not None:
+        from exgrpo_cli.loop import train_step
+
+        given = {
+            "rollouts": rollouts,
+            "verdicts": verdicts,
+            "scores": scores,
+            "curated": curated,
+        }
+        place = _run_dir(run, **given)
+        step = _step(place, step, "curated", curated, f"run: exgrpo curate {run}")
+        result = train_step(
+            place,
+            step,
+            settings,
+            to_stderr,
+            policy=policy,
+            trainer=trainer,
+            out_policy=out,
+            out_trainer=trainer_out,
+        )
+        _result(result, as_json)
+        return
+    from exgrpo_cli.stages.train import train as stage
+
+    _need(run, policy=policy, rollouts=rollouts, verdicts=verdicts, out=out)
+    assert policy is not None
+    assert rollouts is not None
+    assert verdicts is not None
+    assert out is not None
+    result = stage(
+        rollouts=rollouts,
+        verdicts=verdicts,
+        scores=scores,
+        curated=curated,
+        policy=policy,
+        trainer=trainer,
+        out_policy=out,
+        out_trainer=trainer_out or out.parent / f"{out.name}-trainer",
+        step=step or 0,
+        recipe=settings,
+        replay_started=curated is not None,
+        log=to_stderr,
+    )
+    _result(result, as_json)
+
+
+@app.command(rich_help_panel="Whole runs")
+@_command
+def init(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    model: ModelOption = None,
+    problems: TrainingProblemsOption = None,
+    seed: SeedOption = None,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a run directory: resolve the recipe into it and import the problems.
+
+    What run does first; for driving the stages by hand.
+    """
+    settings = _settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        model__path=model,
+        problems__path=None if problems is None else str(problems),
+        seed=seed,
+    )
+    from exgrpo_cli.loop import prepare
+
+    place = RunDir(run)
+    prepare(place, settings, to_stderr)
+    _result({"recipe": str(place.recipe), "problems": str(place.problems)}, as_json)
+
+
+@app.command(rich_help_panel="Whole runs")
+@_command
+def run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Iterations, counted from the start.")
+    ] = None,
+    engine: EngineOption = None,
+    model: ModelOption = None,
+    problems: TrainingProblemsOption = None,
+    seed: SeedOption = None,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run ExGRPO: rollout, verify, score, curate and train, again and again.
+
+    Makes the same files as the stages called by hand, and goes on from those that are there.
+    """
+    settings = _settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        loop__steps=steps,
+        rollout__engine=engine,
+        model__path=model,
+        problems__path=None if problems is None else str(problems),
+        seed=seed,
+    )
+    from exgrpo_cli.loop import run_loop
+    from exgrpo_cli.report import learning_curve
+
+    place = RunDir(run)
+    result = run_loop(place, settings, log=to_stderr)
+    if as_json:
+        _result(result, as_json)
+        return
+    curve = learning_curve(place.read_metrics())
+    if curve:
+        print(curve)
+    _result(result, as_json)
+
+
+@app.command(rich_help_panel="Whole runs")
+@_command
+def evaluate(
+    run: RunArgument = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="RUN's policy of this step; default last.")
+    ] = None,
+    policy: PolicyOption = None,
+    problems: Annotated[
+        Path | None, typer.Option("--problems", help="Held-out problems, in any known format.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for rollouts, verdicts and the summary.")
+    ] = None,
+    samples: SamplesOption = None,
+    temperature: TemperatureOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+    engine: EngineOption = None,
+    seed: SeedOption = None,
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a policy on held-out problems: pass@1 (avg@k) and pass@k by source.
+
+    Intervals are 95% bootstrap intervals over problems. RUN's policy on --problems or the recipe's
+    sets; without RUN: --policy on --problems, into --out.
+    """
+    settings = _settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        rollout__engine=engine,
+        evaluate__samples=samples,
+        evaluate__temperature=temperature,
+        evaluate__max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    from exgrpo_cli.loop import evaluate_loose, evaluate_sets
+
+    if run is None:
+        _need(run, policy=policy, problems=problems, out=out)
+        assert policy is not None
+        assert problems is not None
+        assert out is not None
+        summary = evaluate_loose(policy, problems, out, settings, force=force, log=to_stderr)
+        summaries = {problems.stem: summary}
+    else:
+        place = _run_dir(run)
+        sets_of = {problems.stem: str(problems)} if problems else settings.evaluate.problems
+        if not sets_of:
+            raise InputError("no problems to evaluate on: give --problems, or evaluate.problems")
+        step = max(place.steps("policy"), default=0) if step is None else step
+        summaries = evaluate_sets(place, step, sets_of, settings, force=force, log=to_stderr)
+    if as_json:
+        _result(summaries, as_json)
+        return
+    from rich.console import Console
+
+    from exgrpo_cli.stages.evaluate import format_table
+
+    for name, summary in summaries.items():
+        Console().print(f"{name}: {summary['policy']}")
+        Console().print(format_table(summary))
+
+
+# --- around them ----------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Data and inspection")
+@_command
+def problems(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV or Parquet.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Problems table to write; without it, only check.")
+    ] = None,
+    format_: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="auto, problems, verl, dapo, gsm8k, math, openr1, deepscaler, plain or chat.",
+        ),
+    ] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option("--verifier", help="math, choice, exact, numeric, or path.py:function."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--source", help="Name of the set, where rows have none.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Only the first so many problems.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="Leave out prompts too long for this model's tokenizer."),
+    ] = None,
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="Keep rows that ask the same question.")
+    ] = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring your own problems into the problems table, and check them.
+
+    Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR, plain
+    prompt/answer, chat messages.
+    """
+    settings = _settings(
+        None,
+        recipe,
+        sets,
+        problems__format=format_,
+        problems__verifier=verifier,
+        problems__limit=limit,
+    )
+    from exgrpo_cli.loop import import_into
+
+    report = import_into(
+        out, source, settings, policy, to_stderr, name=name, dedupe=not keep_duplicates
+    )
+    _result(report, as_json)
+
+
+@app.command(rich_help_panel="Data and inspection")
+@_command
+def show(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Run directory, table or folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """One screen about a run, or about a table."""
+    from exgrpo_cli import show as screens
+
+    if as_json:
+        _result(screens.describe(path), as_json)
+        return
+    from rich.console import Console
+
+    screens.show(path, Console())
+
+
+@app.command(rich_help_panel="Data and inspection")
+@_command
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write RUN/report.html: curves, buckets, evaluations and example rollouts."""
+    from exgrpo_cli.report import write_report
+
+    _result({"report": str(write_report(_run_dir(run)))}, as_json)
+
+
+@app.command("demo-model", rich_help_panel="Demo")
+@_command
+def demo_model(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights and data.")] = 0,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the tiny demo model: 0.6M parameters, warmed up on arithmetic, in about a minute."""
+    from exgrpo_cli.demo import make_demo_model
+
+    _result(make_demo_model(out, seed=seed, force=force, log=to_stderr), as_json)
+
+
+@app.command("demo-problems", rich_help_panel="Demo")
+@_command
+def demo_problems(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the three JSONL files.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write the demo's problems: train, heldout and ood (longer ones)."""
+    from exgrpo_cli.demo import write_demo_problems
+
+    write_demo_problems(out)
+    _result(
+        {
+            "train": str(out / "train.jsonl"),
+            "heldout": str(out / "heldout.jsonl"),
+            "ood": str(out / "ood.jsonl"),
+        },
+        as_json,
+    )
+
+
+def _step(place: RunDir, step: int | None, kind: str, given: Path | None, mend: str) -> int:
+    """The step of a stage: as told; 0 for loose files; else the latest that has its input."""
+    if step is not None:
+        return step
+    if given is not None:
+        return 0
+    return infer_step(place, kind, mend)

@@ -1,0 +1,419 @@
+"""``exgrpo run``: the stages in turn, going on from whatever files exist."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from exgrpo_cli import tables
+from exgrpo_cli.engines import Engine, open_engine, resolve_engine
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
+from exgrpo_cli.rundir import RunDir, step_name
+
+
+def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
+    """Train for ``loop.steps`` iterations of rollout, verify, score, curate and train.
+
+    The files are the same as those of the stages called one by one, and only what is missing is
+    made, so a killed run goes on where it stopped when it is started again.
+
+    Args:
+        run: the run directory; made when it is not there.
+        recipe: all settings.
+        log: gets a line a step.
+
+    Returns:
+        ``steps`` (policies trained in all), ``finished`` (True when every question is retired),
+        ``evaluations`` (name to the last pass@1), ``report`` (its path), ``seconds``.
+
+    Raises:
+        InputError: see the stages.
+    """
+    started = time.monotonic()
+    prepare(run, recipe, log)
+    engine = _WarmEngine(recipe, log)
+    finished = False
+    try:
+        evaluate_step(run, 0, recipe, engine.at, log)
+        for step in range(recipe.loop.steps):
+            if run.policy(step + 1).is_dir():
+                evaluate_step(run, step + 1, recipe, engine.at, log)
+                continue
+            finished = _iterate(run, step, recipe, engine, log)
+            if finished:
+                log(f"step {step}: every question is retired; nothing is left to learn from")
+                break
+            evaluate_step(run, step + 1, recipe, engine.at, log)
+    finally:
+        engine.close()
+    from exgrpo_cli.report import write_report
+
+    last: dict[str, float] = {}
+    for line in run.read_metrics():
+        for name, value in line.items():
+            if name.startswith("eval/") and name.endswith("/pass@1") and name.count("/") == 2:
+                last[name.split("/")[1]] = value
+    return {
+        "steps": len(run.steps("policy")),
+        "finished": finished,
+        "evaluations": last,
+        "report": str(write_report(run)),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
+    """Put the recipe and the problems into the run directory, where they are not there yet.
+
+    A changed recipe replaces ``recipe.toml``, and the keys that changed are said.
+
+    Raises:
+        InputError: no problems given, or none that fit.
+    """
+    from exgrpo_cli.models import check_policy
+
+    check_policy(recipe.model.path)
+    if run.recipe.exists():
+        for key, (old, new) in differences(load_recipe(run.recipe), recipe).items():
+            log(f"recipe: {key} was {old!r}, is now {new!r}")
+    tables.write_text(run.recipe, to_toml(recipe))
+    if run.problems.exists():
+        return
+    if not recipe.problems.path:
+        raise InputError(
+            f"{run.problems}: no problems yet; set problems.path in the recipe, or run:"
+            f" exgrpo problems FILE --out {run.problems}"
+        )
+    import_into(run.problems, Path(recipe.problems.path), recipe, recipe.model.path, log)
+
+
+def import_into(
+    out: Path | None,
+    source: Path,
+    recipe: Recipe,
+    policy: str | None,
+    log: Log,
+    *,
+    name: str | None = None,
+    dedupe: bool = True,
+) -> dict[str, Any]:
+    """Import a problem set, leaving out prompts that are too long for the policy.
+
+    Args:
+        out: where the ``problems`` table goes; None only checks.
+        source: a file or folder in any known format.
+        recipe: ``problems`` and ``rollout.max_prompt_tokens``.
+        policy: whose tokenizer counts; None keeps every length.
+        log: gets what was dropped.
+        name: the set's name, where rows have none.
+        dedupe: whether a question that stands several times enters once.
+
+    Returns:
+        The importer's report, with ``too_long`` and ``problems`` (how many were kept).
+
+    Raises:
+        InputError: see :func:`exgrpo_cli.problems.import_problems`; nothing left.
+    """
+    from exgrpo_cli.problems import import_problems
+
+    settings = recipe.problems
+    imported = import_problems(
+        source, settings.format, settings.verifier, name, settings.limit, dedupe, log
+    )
+    problems, report = imported.frame, dict(imported.report)
+    if policy is not None:
+        from exgrpo_cli.models import load_tokenizer
+        from exgrpo_cli.prompts import render_prompt
+
+        tokenizer = load_tokenizer(policy, recipe.model)
+        limit = recipe.rollout.max_prompt_tokens
+        fits = [len(render_prompt(p, tokenizer, recipe.model)) <= limit for p in problems["prompt"]]
+        report["too_long"] = fits.count(False)
+        if report["too_long"]:
+            log(f"{source}: {report['too_long']} prompts of more than {limit} tokens left out")
+            problems = problems.filter(fits)
+    if problems.is_empty():
+        raise InputError(f"{source}: no problem is left; see rollout.max_prompt_tokens")
+    report["problems"] = problems.height
+    if out is not None:
+        tables.write_table("problems", problems, out)
+        report["out"] = str(out)
+    return report
+
+
+def evaluate_step(
+    run: RunDir, step: int, recipe: Recipe, engine_at: Callable[[str], Engine], log: Log
+) -> None:
+    """Evaluate the policy of a step on the recipe's problem sets, where it is due and missing."""
+    every, last = recipe.evaluate.every, recipe.loop.steps
+    if every == 0 or (step % every != 0 and step != last):
+        return
+    for name, source in recipe.evaluate.problems.items():
+        if not (run.evaluation(step, name) / "summary.json").exists():
+            evaluate_set(run, step, name, Path(source), recipe, engine_at, log)
+
+
+def evaluate_set(
+    run: RunDir,
+    step: int,
+    name: str,
+    source: Path,
+    recipe: Recipe,
+    engine_at: Callable[[str], Engine],
+    log: Log,
+) -> dict[str, Any]:
+    """Evaluate a run's policy of a step on one problem set and record the metrics.
+
+    Args:
+        run: the run directory.
+        step: whose policy.
+        name: the set's name in paths and metrics.
+        source: its problems, in any known format.
+        recipe: ``evaluate``, ``rollout`` and ``model``.
+        engine_at: gives an engine that holds a policy.
+        log: gets a line with the result.
+
+    Returns:
+        The summary of :func:`exgrpo_cli.stages.evaluate.evaluate`.
+    """
+    from exgrpo_cli.stages.evaluate import evaluate, evaluation_metrics
+
+    problems = run.root / "evaluations" / f"{name}.parquet"
+    policy = run.policy_path(step, recipe.model.path)
+    if not problems.exists():
+        import_into(problems, source, recipe, recipe.model.path, log, name=name)
+    summary = evaluate(
+        policy=policy,
+        policy_name=step_name(step),
+        problems=problems,
+        out=run.evaluation(step, name),
+        recipe=recipe,
+        samples=recipe.evaluate.samples,
+        temperature=recipe.evaluate.temperature,
+        max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
+        engine=engine_at(policy),
+        step=step,
+        log=log,
+    )
+    run.record(step, f"evaluate-{name}", evaluation_metrics(name, summary))
+    overall = summary["overall"]
+    log(
+        f"step {step}: {name} pass@1 {overall['pass@1']:.3f}"
+        f" [{overall['low']:.3f}, {overall['high']:.3f}]"
+    )
+    return summary
+
+
+def evaluate_sets(
+    run: RunDir,
+    step: int,
+    sets: Mapping[str, str],
+    recipe: Recipe,
+    *,
+    force: bool = False,
+    log: Log = quiet,
+) -> dict[str, dict[str, Any]]:
+    """Evaluate a run's policy of a step on several problem sets (name to file).
+
+    Returns:
+        The summary of each set; one that exists is read back unless ``force``.
+    """
+    engine = _WarmEngine(recipe, log)
+    summaries = {}
+    try:
+        for name, source in sets.items():
+            done = run.evaluation(step, name) / "summary.json"
+            if force:
+                shutil.rmtree(done.parent, ignore_errors=True)
+            if done.exists():
+                summaries[name] = json.loads(done.read_text(encoding="utf-8"))
+                log(f"step {step}: {name} was evaluated before ({done}); --force does it again")
+            else:
+                summaries[name] = evaluate_set(
+                    run, step, name, Path(source), recipe, engine.at, log
+                )
+    finally:
+        engine.close()
+    return summaries
+
+
+def evaluate_loose(
+    policy: str, source: Path, out: Path, recipe: Recipe, *, force: bool = False, log: Log = quiet
+) -> dict[str, Any]:
+    """Evaluate any policy on a problem set, into a folder of its own.
+
+    Returns:
+        The summary of :func:`exgrpo_cli.stages.evaluate.evaluate`.
+    """
+    from exgrpo_cli.stages.evaluate import evaluate
+
+    if force:
+        shutil.rmtree(out, ignore_errors=True)
+    problems = out / "problems.parquet"
+    if not problems.exists():
+        import_into(problems, source, recipe, None, log)
+    return evaluate(
+        policy=policy,
+        policy_name=policy,
+        problems=problems,
+        out=out,
+        recipe=recipe,
+        samples=recipe.evaluate.samples,
+        temperature=recipe.evaluate.temperature,
+        max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
+        log=log,
+    )
+
+
+def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: Log) -> bool:
+    """One iteration; True when every question is retired."""
+    from exgrpo_cli.stages.curate import curate
+    from exgrpo_cli.stages.rollout import ensure_plan, rollout
+    from exgrpo_cli.stages.score import score
+    from exgrpo_cli.stages.verify import verify
+
+    policy, name = run.policy_path(step, recipe.model.path), step_name(step)
+    plan = ensure_plan(run, step, recipe)
+    if tables.read_table("plan", plan, ["step"]).is_empty():
+        return True
+
+    def timed(stage: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        began = time.monotonic()
+        result = call()
+        # A stage that found its files done keeps the time it took when it made them.
+        if not result.get("skipped") and result.get("parts_done", 1):
+            run.record(step, f"time-{stage}", {f"time/{stage}": time.monotonic() - began})
+        return result
+
+    timed(
+        "rollout",
+        lambda: rollout(
+            problems=run.problems,
+            plan=plan,
+            out=run.rollouts(step),
+            policy=policy,
+            policy_name=name,
+            step=step,
+            recipe=recipe,
+            engine=lambda: engine.at(policy),
+            log=log,
+        ),
+    )
+    timed("verify", lambda: verify(run.rollouts(step), run.problems, run.verdicts(step), recipe))
+    engine.make_room()
+    if recipe.score.enabled:
+        timed(
+            "score",
+            lambda: score(
+                rollouts=run.rollouts(step),
+                out=run.scores(step),
+                policy=policy,
+                policy_name=name,
+                step=step,
+                recipe=recipe,
+                run=run,
+            ),
+        )
+    chosen = timed("curate", lambda: curate(run, step, recipe))
+    trained = timed("train", lambda: train_step(run, step, recipe, log))
+    log(_line(step, chosen | trained))
+    return False
+
+
+def train_step(
+    run: RunDir,
+    step: int,
+    recipe: Recipe,
+    log: Log = quiet,
+    *,
+    policy: str | None = None,
+    trainer: Path | None = None,
+    out_policy: Path | None = None,
+    out_trainer: Path | None = None,
+) -> dict[str, Any]:
+    """The train stage with a run directory's own files; its metrics are recorded there.
+
+    Explicit paths stand in for the run's own.
+
+    Raises:
+        InputError: see :func:`exgrpo_cli.stages.train.train`.
+    """
+    from exgrpo_cli.stages.curate import replay_on
+    from exgrpo_cli.stages.train import train
+
+    scores = run.scores(step)
+    result = train(
+        rollouts=run.rollouts(step),
+        verdicts=run.verdicts(step),
+        scores=scores if scores.is_dir() else None,
+        curated=run.curated(step),
+        policy=policy or run.policy_path(step, recipe.model.path),
+        trainer=trainer or (run.trainer(step) if step > 0 else None),
+        out_policy=out_policy or run.policy(step + 1),
+        out_trainer=out_trainer or run.trainer(step + 1),
+        step=step,
+        recipe=recipe,
+        replay_started=replay_on(run, step),
+        log=log,
+    )
+    if not result.get("skipped"):
+        run.record(step, "train", result)
+    return result
+
+
+def _line(step: int, metrics: dict[str, Any]) -> str:
+    """One step in one line."""
+    parts = [
+        ("reward", "reward/mean", ".3f"),
+        ("replayed", "replay/questions", ".0f"),
+        ("pool", "pool/trajectories", ".0f"),
+        ("retired", "pool/retired", ".0f"),
+        ("entropy", "train/entropy", ".3f"),
+        ("grad norm", "train/grad_norm", ".3g"),
+    ]
+    shown = [f"{word} {metrics[k]:{form}}" for word, k, form in parts if metrics.get(k) is not None]
+    return f"step {step}: " + ", ".join(shown)
+
+
+class _WarmEngine:
+    """One engine for the whole loop: opened when first needed, then given each new policy."""
+
+    def __init__(self, recipe: Recipe, log: Log) -> None:
+        self._recipe = recipe
+        self._log = log
+        self._engine: Engine | None = None
+        self._policy = ""
+
+    def at(self, policy: str) -> Engine:
+        """The engine, with this policy loaded."""
+        if self._engine is None:
+            self._log(f"opening {policy} in {resolve_engine(self._recipe.rollout.engine)}")
+            self._engine = open_engine(self._recipe, policy)
+        elif policy != self._policy:
+            self._engine.load(policy)
+        self._policy = policy
+        return self._engine
+
+    def make_room(self) -> None:
+        """Before training on a GPU that vLLM has filled, end the engine; otherwise keep it."""
+        import torch
+
+        if (
+            self._engine is not None
+            and self._engine.name == "vllm"
+            and torch.cuda.is_available()
+            and self._recipe.rollout.gpu_memory_utilization > 0.5
+        ):
+            self.close()
+
+    def close(self) -> None:
+        """End the engine; it is opened again when it is next needed."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None

@@ -1,0 +1,331 @@
+"""The rollout stage: sample the planned questions from the current policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exgrpo_cli import tables
+from exgrpo_cli.engines import Completion, Engine, Request, Sampling, open_engine
+from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.progress import Log, progress, quiet
+from exgrpo_cli.prompts import render_prompt
+from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.tables import WHOLE, Shard
+
+if TYPE_CHECKING:
+    import polars as pl
+    from transformers import PreTrainedTokenizerBase
+
+
+def rollout(
+    *,
+    problems: Path,
+    out: Path,
+    policy: str,
+    policy_name: str,
+    step: int,
+    recipe: Recipe,
+    plan: Path | None = None,
+    shard: Shard = WHOLE,
+    engine: Callable[[], Engine] | None = None,
+    force: bool = False,
+    log: Log = quiet,
+) -> dict[str, Any]:
+    """Sample every planned question and write a ``rollouts`` table in parts.
+
+    The parts follow from the plan and ``rollout.questions_per_part`` alone, and each row's seed
+    from the recipe's seed, the step, the question and the sample's number, so shards, restarts and
+    repeats ask for the same samples. A part is written when its last row is finished.
+
+    Args:
+        problems: the ``problems`` table.
+        out: folder of the parts.
+        policy: what samples: a Hugging Face folder, a PEFT adapter, or a hub name.
+        policy_name: goes into the ``policy`` column.
+        step: goes into the ``step`` column and the seeds.
+        recipe: sections ``rollout``, ``model`` and ``lora``.
+        plan: the ``plan`` table; without one every problem is fresh, with K samples.
+        shard: which parts to do.
+        engine: gives a loaded engine that holds this policy, and is called only when there is
+            something to sample; by default one is opened here, and closed.
+        force: sample parts again that exist.
+        log: gets plain lines.
+
+    Returns:
+        Counts: ``parts_done``, ``parts_skipped``, ``rows``, ``tokens``, ``seconds``,
+        ``tokens_per_second``.
+
+    Raises:
+        InputError: a plan of other problems, a prompt that is too long, top_p below 1, a policy
+            that cannot be opened.
+        StageError: the engine left a row out.
+    """
+    _check_sampling(recipe)
+    started = time.monotonic()
+    planned = _planned(problems, plan, step, recipe)
+    groups = tables.chunked(len(planned), recipe.rollout.questions_per_part)
+    names = [out / tables.part_name(i, len(groups)) for i in range(len(groups))]
+    _refuse_other_division(out, len(groups))
+    mine = [i for i in range(len(groups)) if shard.has(i)]
+    todo = [i for i in mine if force or not names[i].exists()]
+    result: dict[str, Any] = {
+        "parts_done": len(todo),
+        "parts_skipped": len(mine) - len(todo),
+        "rows": 0,
+        "tokens": 0,
+    }
+    if todo:
+        counts = _sample_parts(
+            planned,
+            [(groups[i], names[i]) for i in todo],
+            policy,
+            policy_name,
+            step,
+            recipe,
+            engine,
+            log,
+        )
+        result |= counts
+    result["seconds"] = round(time.monotonic() - started, 3)
+    if result["tokens"]:
+        result["tokens_per_second"] = round(result["tokens"] / result.pop("generating"), 1)
+    return result
+
+
+def encode_prompts(
+    problems: pl.DataFrame, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> dict[str, list[int]]:
+    """Prompt token ids of every problem.
+
+    Args:
+        problems: columns ``problem_id`` and ``prompt``.
+        tokenizer: the policy's.
+        recipe: the template, and ``rollout.max_prompt_tokens``.
+
+    Raises:
+        InputError: a prompt is empty or too long; the problem is named.
+    """
+    encoded = {}
+    for problem_id, prompt in problems.select("problem_id", "prompt").iter_rows():
+        ids = render_prompt(prompt, tokenizer, recipe.model)
+        if not ids:
+            raise InputError(f"problem {problem_id}: its prompt has no tokens")
+        if len(ids) > recipe.rollout.max_prompt_tokens:
+            raise InputError(
+                f"problem {problem_id}: its prompt has {len(ids)} tokens, more than"
+                f" rollout.max_prompt_tokens = {recipe.rollout.max_prompt_tokens}; raise it, or"
+                " leave such problems out with: exgrpo problems --policy POLICY"
+            )
+        encoded[problem_id] = ids
+    return encoded
+
+
+def completion_row(
+    problem_id: str,
+    step: int,
+    sample: int,
+    role: str,
+    policy: str,
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    text: str,
+    seed: int,
+) -> dict[str, Any]:
+    """A row of the ``rollouts`` table.
+
+    Where the engine gives no entropies, the mean negative log-probability of the sampled tokens
+    stands in for their mean: it estimates the same number without bias, from one sample a token.
+    """
+    count = len(completion.token_ids)
+    mean_logprob = sum(completion.logprobs) / count
+    exact = completion.entropies is not None
+    entropies = completion.entropies or []
+    return {
+        "rollout_id": f"s{step:05d}/{problem_id}/{sample:02d}",
+        "step": step,
+        "problem_id": problem_id,
+        "sample": sample,
+        "role": role,
+        "policy": policy,
+        "prompt_ids": list(prompt_ids),
+        "token_ids": completion.token_ids,
+        "text": text,
+        "logprobs": completion.logprobs,
+        "entropies": completion.entropies,
+        "mean_entropy": sum(entropies) / count if exact else -mean_logprob,
+        "entropy_source": "engine" if exact else "logprobs",
+        "mean_logprob": mean_logprob,
+        "tokens": count,
+        "token_hash": tables.token_hash(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "seed": seed,
+    }
+
+
+def ensure_plan(run: RunDir, step: int, recipe: Recipe) -> Path:
+    """The step's plan; for step 0 it is made here, since no curation comes before it.
+
+    Raises:
+        InputError: a later step without a plan.
+    """
+    path = run.plan(step)
+    if path.exists():
+        return path
+    if step > 0:
+        raise InputError(
+            f"{path}: step {step} has no plan; run: exgrpo curate {run.root} --step {step - 1}"
+        )
+    from exgrpo_cli.stages.curate import first_plan
+
+    # Tasks of an array that start together write the same plan; the rename keeps it whole.
+    tables.write_table("plan", first_plan(run.problems, recipe), path)
+    return path
+
+
+def _check_sampling(recipe: Recipe) -> None:
+    if recipe.rollout.top_p < 1.0:
+        raise InputError(
+            f"rollout.top_p = {recipe.rollout.top_p}: training rollouts need top_p = 1, as a"
+            " truncated distribution biases the importance ratios"
+        )
+    if recipe.rollout.temperature == 0.0:
+        raise InputError("rollout.temperature = 0: training rollouts must be sampled; set it to 1")
+
+
+def _refuse_other_division(out: Path, count: int) -> None:
+    if not out.exists():
+        return
+    for file in out.glob("part-*.parquet"):
+        if tables.part_number(file)[1] != count:
+            raise InputError(
+                f"{file}: this step was sampled in {tables.part_number(file)[1]} parts and the"
+                f" recipe now gives {count}; restore rollout.questions_per_part, or remove {out}"
+            )
+
+
+def _planned(
+    problems: Path, plan: Path | None, step: int, recipe: Recipe
+) -> list[tuple[str, str, int, list[Mapping[str, str]]]]:
+    """(problem_id, role, samples, prompt) of each planned question, in the plan's order."""
+    table = tables.read_table("problems", problems, ["problem_id", "prompt"])
+    prompts = dict(table.iter_rows())
+    if plan is None:
+        if not prompts:
+            raise InputError(f"{problems}: no problems in this table")
+        return [(pid, "fresh", recipe.rollout.samples, prompt) for pid, prompt in prompts.items()]
+    rows = tables.read_table("plan", plan, ["step", "problem_id", "role", "samples"])
+    for row_step, pid, _, _ in rows.iter_rows():
+        if row_step != step:
+            raise InputError(f"{plan}: is for step {row_step}, not for step {step}")
+        if pid not in prompts:
+            raise InputError(
+                f"{plan}: question {pid} is not in {problems}; the plan is for another problem set"
+            )
+    return [(pid, role, samples, prompts[pid]) for _, pid, role, samples in rows.iter_rows()]
+
+
+def _sample_parts(
+    planned: list[tuple[str, str, int, list[Mapping[str, str]]]],
+    parts: list[tuple[range, Path]],
+    policy: str,
+    policy_name: str,
+    step: int,
+    recipe: Recipe,
+    engine: Callable[[], Engine] | None,
+    log: Log,
+) -> dict[str, Any]:
+    import polars as pl
+
+    from exgrpo_cli.models import load_tokenizer
+
+    tokenizer = load_tokenizer(policy, recipe.model)
+    questions = [planned[q] for group, _ in parts for q in group]
+    schema = {name: tables.polars_schema("problems")[name] for name in ("problem_id", "prompt")}
+    encoded = encode_prompts(
+        pl.DataFrame(
+            {"problem_id": [q[0] for q in questions], "prompt": [q[3] for q in questions]},
+            schema=schema,
+        ),
+        tokenizer,
+        recipe,
+    )
+    requests: list[Request] = []
+    rows: list[tuple[int, str, str, int]] = []  # part, problem_id, role, sample
+    waiting = [0] * len(parts)
+    for number, (group, _) in enumerate(parts):
+        for q in group:
+            problem_id, role, samples, _ = planned[q]
+            first = 1 if role == "replay" else 0  # sample 0 of a replay group is the replayed one
+            for sample in range(first, first + samples):
+                seed = tables.row_seed(recipe.seed, step, problem_id, sample)
+                requests.append(Request(len(requests), encoded[problem_id], seed))
+                rows.append((number, problem_id, role, sample))
+                waiting[number] += 1
+
+    sampling = Sampling(
+        recipe.rollout.temperature, recipe.rollout.max_new_tokens, recipe.rollout.entropies
+    )
+    tokens = 0
+    done: list[dict[int, dict[str, Any]]] = [{} for _ in parts]
+    if engine is None:
+        log(f"rollout: opening {policy}")
+    loaded = open_engine(recipe, policy) if engine is None else engine()
+    started = time.monotonic()
+    try:
+        # An engine that batches by itself gets everything at once. The transformers engine gets a
+        # part at a time, so that its batches, and with them the last bits, are the same whatever
+        # the shards.
+        by_part = loaded.name == "transformers"
+        calls = (
+            [[r for r in requests if rows[r.index][0] == p] for p in range(len(parts))]
+            if by_part
+            else [requests]
+        )
+        for number in (p for p in range(len(parts)) if waiting[p] == 0):
+            _write_part([], parts[number][1])
+        with progress(f"rollout step {step}", len(requests), log) as advance:
+            for call in calls:
+                for completion in loaded.generate(call, sampling):
+                    number, problem_id, role, sample = rows[completion.index]
+                    request = requests[completion.index]
+                    done[number][completion.index] = completion_row(
+                        problem_id,
+                        step,
+                        sample,
+                        role,
+                        policy_name,
+                        request.prompt_ids,
+                        completion,
+                        decode(tokenizer, completion.token_ids),
+                        request.seed,
+                    )
+                    tokens += len(completion.token_ids)
+                    waiting[number] -= 1
+                    advance(1)
+                    if waiting[number] == 0:
+                        finished, done[number] = done[number], {}
+                        _write_part([finished[i] for i in sorted(finished)], parts[number][1])
+        if any(waiting):
+            raise StageError(f"rollout: the engine left {sum(waiting)} rows unfinished")
+    finally:
+        if engine is None:
+            loaded.close()
+    generating = max(time.monotonic() - started, 1e-9)
+    return {"rows": len(requests), "tokens": tokens, "generating": generating}
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """A response as text for reading: special tokens left out, spaces as they are."""
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    # A cut-off byte-level token may leave half a surrogate, which Parquet cannot hold.
+    return str(text).encode("utf-8", "replace").decode("utf-8")
+
+
+def _write_part(rows: list[dict[str, Any]], path: Path) -> None:
+    tables.write_table("rollouts", tables.frame("rollouts", rows), path)
