@@ -1,0 +1,58 @@
+"""The real command as a process, and the demo model, made once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        if os.environ.get("EXGRPO_REQUIRE_VLLM") == "1":
+            pytest.fail("vLLM is not installed, and EXGRPO_REQUIRE_VLLM=1 asks for it")
+        pytest.skip("vLLM is not installed")
+
+
+def run_exgrpo(
+    *arguments: object, code: int = 0, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``exgrpo`` as a process of its own; its exit code must be ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "100", **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="session")
+def exgrpo() -> Exgrpo:
+    return run_exgrpo
+
+
+@pytest.fixture(scope="session")
+def demo_model(request: pytest.FixtureRequest) -> Path:
+    """The demo model, warmed up in full; kept in pytest's cache until demo.py changes."""
+    source = (ROOT / "src/exgrpo_cli/demo.py").read_bytes()
+    cache = request.config.cache
+    assert cache is not None
+    folder = cache.mkdir("demo-model") / hashlib.sha256(source).hexdigest()[:16]
+    if not folder.exists():
+        run_exgrpo("demo-model", folder)
+    return folder

@@ -1,0 +1,261 @@
+"""Exit codes and one clear line for every mistake, through the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from exgrpo_cli import tables
+
+ROOT = Path(__file__).parents[1]
+Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_problems(path: Path, *ids: str) -> Path:
+    rows = [
+        {
+            "problem_id": i, "prompt": [{"role": "user", "content": "1+1="}], "answer": "2",
+            "verifier": "math", "source": "s",
+        }
+        for i in ids
+    ]  # fmt: skip
+    tables.write_table("problems", tables.frame("problems", rows), path)
+    return path
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The complaint: the last line of stderr, and no traceback."""
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("exgrpo: ")]
+    assert len(lines) == 1, done.stderr
+    assert done.stdout == ""
+    return lines[0]
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """A folder that is a policy by its files' names, for commands that must fail before it."""
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_nothing_given_names_what_is_needed(exgrpo: Exgrpo) -> None:
+    for command, words in {
+        "rollout": ["--problems", "--policy", "--out"],
+        "verify": ["--rollouts", "--problems", "--out"],
+        "score": ["--rollouts", "--policy", "--out"],
+        "train": ["--policy", "--rollouts", "--verdicts", "--out"],
+        "evaluate": ["--policy", "--problems", "--out"],
+    }.items():
+        line = one_line(exgrpo(command, code=2))
+        assert all(word in line for word in words), line
+
+
+def test_no_such_run(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    for command in ("rollout", "verify", "score", "curate", "train", "evaluate", "report"):
+        line = one_line(exgrpo(command, tmp_path / "none", code=2))
+        assert "no such run directory" in line
+        assert "exgrpo run" in line
+
+
+def test_an_empty_run_says_what_comes_first(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for command, mend in {
+        "verify": "exgrpo rollout",
+        "score": "exgrpo rollout",
+        "curate": "exgrpo rollout",
+        "train": "exgrpo curate",
+    }.items():
+        assert mend in one_line(exgrpo(command, run, code=2))
+
+
+def test_unknown_options_keys_and_values(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    assert "--shard" in exgrpo("rollout", "--shards", "0/2", code=2).stderr
+    line = one_line(exgrpo("init", tmp_path / "r", "-s", "rollout.sample=2", code=2))
+    assert "did you mean rollout.samples?" in line
+    line = one_line(exgrpo("init", tmp_path / "r", "-s", "train.learning_rate=0", code=2))
+    assert "train.learning_rate" in line
+    line = one_line(exgrpo("init", tmp_path / "r", "-r", tmp_path / "x.toml", code=2))
+    assert "x.toml: no such recipe" in line
+    line = one_line(exgrpo("run", tmp_path / "r", "--engine", "vlm", code=2))
+    assert "rollout.engine = 'vlm'" in line
+    assert not (tmp_path / "r").exists()
+
+
+def test_bad_shards(exgrpo: Exgrpo, tmp_path: Path, policy: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", "a")
+    line = one_line(
+        exgrpo(
+            "rollout",
+            "--problems",
+            problems,
+            "--policy",
+            policy,
+            "--out",
+            tmp_path / "o",
+            "--shard",
+            "4/4",
+            code=2,
+        )
+    )
+    assert "--shard: '4/4' is not I/N" in line
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-20]), "truncated or damaged"),
+        (lambda p: p.write_bytes(b""), "the file is empty"),
+        (lambda p: pl.read_parquet(p).drop("answer").write_parquet(p), "column answer is missing"),
+        (
+            lambda p: pl.read_parquet(p).with_columns(answer=pl.lit(3)).write_parquet(p),
+            "column answer is Int32",
+        ),
+        (lambda p: p.unlink(), "no such file"),
+    ],
+)
+def test_damaged_problems(
+    exgrpo: Exgrpo, tmp_path: Path, damage: Callable[[Path], Any], words: str
+) -> None:
+    """Every stage that reads a table checks it in the same way; verify stands for them."""
+    problems = write_problems(tmp_path / "problems.parquet", "a")
+    rollouts = tmp_path / "rollouts.parquet"
+    tables.write_table("rollouts", tables.frame("rollouts", []), rollouts)
+    damage(problems)
+    line = one_line(
+        exgrpo(
+            "verify",
+            "--rollouts",
+            rollouts,
+            "--problems",
+            problems,
+            "--out",
+            tmp_path / "out",
+            code=2,
+        )
+    )
+    assert "problems.parquet" in line
+    assert words in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_policy_without_weights(exgrpo: Exgrpo, tmp_path: Path, policy: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", "a")
+    for where, words in (
+        (policy, "no weights (*.safetensors)"),
+        (tmp_path / "nowhere", "no such policy folder"),
+        (tmp_path, "config.json is missing"),
+    ):
+        line = one_line(
+            exgrpo(
+                "rollout",
+                "--problems",
+                problems,
+                "--policy",
+                where,
+                "--out",
+                tmp_path / "o",
+                "--engine",
+                "transformers",
+                code=2,
+            )
+        )
+        assert words in line
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_plan_for_another_problem_set(exgrpo: Exgrpo, tmp_path: Path, policy: Path) -> None:
+    run = tmp_path / "run"
+    write_problems(run / "problems.parquet", "a", "b")
+    rows = [{"step": 0, "problem_id": "z", "role": "fresh", "samples": 4}]
+    tables.write_table("plan", tables.frame("plan", rows), run / "plan/step-00000.parquet")
+    line = one_line(exgrpo("rollout", run, "--policy", policy, "--engine", "transformers", code=2))
+    assert "question z is not in" in line
+    assert "another problem set" in line
+
+
+def test_problems_that_are_wrong(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    out = tmp_path / "problems.parquet"
+    for name, rows, words in (
+        ("noanswer", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": ""}], "2"),
+        ("columns", [{"frage": "1+1=", "antwort": "2"}], "frage"),
+        ("empty", [], "empty"),
+    ):
+        source = jsonl(tmp_path / f"{name}.jsonl", *rows)
+        line = one_line(exgrpo("problems", source, "--out", out, code=2))
+        assert str(source) in line
+        assert words in line
+        assert not out.exists()
+    source = tmp_path / "broken.jsonl"
+    source.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+\n')
+    assert "2" in one_line(exgrpo("problems", source, "--out", out, code=2))
+
+
+def test_training_refuses_a_truncating_top_p(exgrpo: Exgrpo, tmp_path: Path, policy: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", "a")
+    line = one_line(
+        exgrpo(
+            "rollout",
+            "--problems",
+            problems,
+            "--policy",
+            policy,
+            "--out",
+            tmp_path / "o",
+            "--set",
+            "rollout.top_p=0.9",
+            code=2,
+        )
+    )
+    assert "top_p" in line
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    for arguments in (("--debug", "show", tmp_path / "x"), ("show", tmp_path / "x", "--debug")):
+        assert "Traceback" in exgrpo(*arguments, code=1).stderr
+
+
+def test_ctrl_c_is_130_and_leaves_no_process(demo_model: Path, tmp_path: Path) -> None:
+    import psutil
+
+    run = tmp_path / "run"
+    arguments = [
+        "run", run, "-r", "recipes/demo.toml", "--model", demo_model, "--engine", "transformers",
+    ]  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "verdicts").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    below = psutil.Process(child.pid).children(recursive=True)
+    os.killpg(child.pid, signal.SIGINT)
+    _, words = child.communicate(timeout=60)
+    assert child.returncode == 130, words
+    assert "interrupted" in words
+    assert "Traceback" not in words
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert alive == []
+    assert not list(run.rglob("*.tmp"))

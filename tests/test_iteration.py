@@ -1,0 +1,223 @@
+"""Whole iterations through the real command: by hand, in the loop, killed, sharded, with vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+from safetensors.numpy import load_file
+
+from exgrpo_cli.rundir import RunDir
+
+ROOT = Path(__file__).parents[1]
+Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+
+SMALL = [
+    "--recipe", "recipes/demo.toml",
+    "--set", "curate.questions=8",
+    "--set", "rollout.samples=4",
+    "--set", "rollout.questions_per_part=3",
+    "--set", "curate.start_success=0.0",
+    "--set", "evaluate.every=0",
+    "--set", "verify.workers=1",
+]  # fmt: skip
+
+
+def parts(folder: Path) -> pl.DataFrame:
+    return pl.concat([pl.read_parquet(file) for file in sorted(folder.glob("*.parquet"))])
+
+
+def assert_same_run(one: RunDir, other: RunDir, steps: int) -> None:
+    """The same samples, verdicts, choices and plans, and the same bits of weights."""
+    for step in range(steps):
+        for kind in ("rollouts", "verdicts", "scores"):
+            a, b = (parts(getattr(run, kind)(step)) for run in (one, other))
+            drop = ["seconds"] if kind == "verdicts" else []
+            assert_frame_equal(a.drop(drop), b.drop(drop))
+        for kind in ("plan", "curated"):
+            a, b = (pl.read_parquet(getattr(run, kind)(step)) for run in (one, other))
+            assert_frame_equal(a, b)
+        weights = [load_file(run.policy(step + 1) / "model.safetensors") for run in (one, other)]
+        assert weights[0].keys() == weights[1].keys()
+        for name in weights[0]:
+            assert (weights[0][name] == weights[1][name]).all(), name
+    for kind in ("experience", "questions"):
+        assert_frame_equal(*(pl.read_parquet(getattr(run, kind)) for run in (one, other)))
+
+
+@pytest.fixture(scope="module")
+def looped(exgrpo: Exgrpo, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Three iterations by ``exgrpo run``."""
+    run = RunDir(tmp_path_factory.mktemp("looped") / "run")
+    exgrpo("run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers", "--steps", 3)
+    return run
+
+
+def test_the_loop_leaves_a_whole_run(looped: RunDir) -> None:
+    rollouts = parts(looped.rollouts(0))
+    assert rollouts.height == 8 * 4
+    assert rollouts["rollout_id"].n_unique() == rollouts.height
+    verdicts = parts(looped.verdicts(0))
+    assert verdicts["rollout_id"].to_list() == rollouts["rollout_id"].to_list()
+    assert 0 < verdicts["reward"].mean() < 1  # type: ignore[operator]
+    assert pl.read_parquet(looped.experience).height > 0
+    assert pl.read_parquet(looped.curated(1)).height > 0  # replay started after step 0's success
+    metrics = looped.read_metrics()
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert metrics[0]["replay/started"] == 0
+    assert metrics[1]["replay/started"] == 1
+    assert metrics[1]["train/replayed_rows"] == pl.read_parquet(looped.curated(1)).height
+    assert looped.report.exists()
+    assert looped.recipe.exists()
+
+
+def test_scores_are_the_engines_log_probabilities_to_rounding(looped: RunDir) -> None:
+    rollouts, scores = (
+        parts(looped.rollouts(1)),
+        pl.read_parquet(sorted(looped.scores(1).glob("part-*.parquet"))),
+    )
+    both = rollouts.join(scores, on="rollout_id", suffix="_scored")
+    assert both.height == rollouts.height
+    for name in ("logprobs", "entropies"):
+        sampled, scored = both[name].explode(), both[f"{name}_scored"].explode()
+        assert (sampled - scored).abs().max() < 1e-4  # type: ignore[operator]
+
+
+def test_stages_by_hand_and_in_shards_make_the_same_run(
+    exgrpo: Exgrpo, demo_model: Path, looped: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    exgrpo("init", run.root, *SMALL, "--model", demo_model)
+    for step in range(2):
+        for shard in ("1/2", "0/2"):
+            exgrpo("rollout", run.root, "--engine", "transformers", "--shard", shard)
+        # As a SLURM array whose tasks count from 1.
+        for task in ("1", "2"):
+            exgrpo(
+                "verify", run.root,
+                SLURM_ARRAY_TASK_ID=task, SLURM_ARRAY_TASK_COUNT="2", SLURM_ARRAY_TASK_MIN="1",
+            )  # fmt: skip
+        exgrpo("score", run.root)
+        exgrpo("curate", run.root)
+        result = exgrpo("train", run.root, "--json")
+        assert json.loads(result.stdout)["train/updates"] == 1
+        assert run.policy(step + 1).is_dir()
+    # The loop of three steps has gone on, so the tables are compared as of the second.
+    exgrpo("curate", looped_copy(looped, tmp_path).root, "--step", 1, "--rebuild", "--force")
+    assert_same_run(run, RunDir(tmp_path / "copy"), 2)
+
+
+def looped_copy(looped: RunDir, folder: Path) -> RunDir:
+    shutil.copytree(looped.root, folder / "copy")
+    return RunDir(folder / "copy")
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(
+    exgrpo: Exgrpo, demo_model: Path, looped: RunDir, tmp_path: Path
+) -> None:
+    """kill -9 in the middle of each step's work, and once more right after a policy appears."""
+    run = RunDir(tmp_path / "run")
+    arguments = [
+        "run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers", "--steps", 3
+    ]  # fmt: skip
+    for waits_for in (run.rollouts(0), run.curated(0), run.policy(1), run.verdicts(2)):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
+            cwd=ROOT,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 120
+        while not waits_for.exists() and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert child.poll() is None, "the run ended before it was killed"
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    exgrpo(*arguments)
+    assert_same_run(run, looped, 3)
+    assert [line["step"] for line in run.read_metrics()] == [0, 1, 2]
+    for mine, theirs in zip(run.read_metrics(), looped.read_metrics(), strict=True):
+        for name in ("train/loss", "train/grad_norm", "reward/mean", "pool/trajectories"):
+            assert mine[name] == theirs[name], name
+
+
+def test_loose_files_need_no_run_directory(
+    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path
+) -> None:
+    problems, out = tmp_path / "problems.parquet", tmp_path
+    exgrpo("problems", "data/arithmetic/train.jsonl", "--limit", 6, "--out", problems)
+    plain = ["--set", "model.template=plain", "--set", "rollout.max_new_tokens=72"]
+    exgrpo(
+        "rollout", "--problems", problems, "--policy", demo_model, "--out", out / "rollouts",
+        "--samples", 4, "--engine", "transformers", *plain,
+    )  # fmt: skip
+    exgrpo(
+        "verify", "--rollouts", out / "rollouts", "--problems", problems,
+        "--out", out / "verdicts", "--workers", 1,
+    )  # fmt: skip
+    exgrpo("score", "--rollouts", out / "rollouts", "--policy", demo_model, "--out", out / "scores")
+    exgrpo(
+        "train", "--policy", demo_model, "--rollouts", out / "rollouts",
+        "--verdicts", out / "verdicts", "--scores", out / "scores", "--out", out / "next",
+        "--lr", "1e-4",
+    )  # fmt: skip
+    before, after = (load_file(p / "model.safetensors") for p in (demo_model, out / "next"))
+    assert any((before[name] != after[name]).any() for name in before)
+    shown = exgrpo("show", out / "verdicts", "--json")
+    assert json.loads(shown.stdout)["rows"] == 24
+
+
+def test_lora_adapters_are_sampled_by_the_next_rollout(
+    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    exgrpo(
+        "run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers",
+        "--steps", 2, "--set", "lora.enabled=true", "--set", "lora.rank=4",
+        "--set", "train.learning_rate=1e-2",
+    )  # fmt: skip
+    assert (run.policy(1) / "adapter_model.safetensors").exists()
+    assert not (run.policy(1) / "model.safetensors").exists()
+    rollouts = parts(run.rollouts(1))
+    scores = pl.read_parquet(sorted(run.scores(1).glob("part-*.parquet")))
+    both = rollouts.join(scores, on="rollout_id", suffix="_scored")
+    gap = (both["logprobs"].explode() - both["logprobs_scored"].explode()).abs().max()
+    assert gap < 1e-4  # type: ignore[operator]
+
+
+@pytest.mark.vllm
+def test_iterations_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) -> None:
+    """Two iterations in one process: the second samples from weights reloaded in place."""
+    run = RunDir(tmp_path / "run")
+    exgrpo("run", run.root, *SMALL, "--model", demo_model, "--engine", "vllm", "--steps", 2)
+    for step in range(2):
+        rollouts = parts(run.rollouts(step))
+        assert rollouts.height >= 8 * 3
+        assert rollouts["entropies"].null_count() == rollouts.height
+        scores = pl.read_parquet(sorted(run.scores(step).glob("part-*.parquet")))
+        both = rollouts.join(scores, on="rollout_id", suffix="_scored")
+        gap: Any = (both["logprobs"].explode() - both["logprobs_scored"].explode()).abs().max()
+        assert gap < 1e-3, step
+    assert run.read_metrics()[1]["train/replayed_rows"] > 0
+    assert run.policy(2).is_dir()
+
+
+@pytest.mark.vllm
+def test_the_rollout_command_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    exgrpo("init", run.root, *SMALL, "--model", demo_model)
+    result = exgrpo("rollout", run.root, "--engine", "vllm", "--shard", "0/3", "--json")
+    assert json.loads(result.stdout)["parts_done"] == 1
+    assert json.loads(result.stdout)["rows"] == 12
+    assert [p.name for p in run.rollouts(0).iterdir()] == ["part-00000-of-00003.parquet"]
