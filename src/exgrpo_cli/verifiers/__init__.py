@@ -1,0 +1,76 @@
+"""Verifiers: whether a response's final answer is right.
+
+:mod:`extract` finds the final answer in a response, :mod:`math`, :mod:`choice`, :mod:`exact` and
+:mod:`numeric` compare it with the gold answer, and :mod:`pool` runs them in worker processes with
+hard time limits. A user's own function, ``path.py:function``, is a verifier too
+(:mod:`function`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from exgrpo_cli.errors import InputError
+
+BUILT_IN = ("math", "choice", "exact", "numeric")
+"""The verifiers that need no file."""
+
+STATUSES = ("ok", "no_answer", "unparsable", "timeout", "error")
+"""``ok``: judged, right or wrong. ``no_answer``: none in the response. ``unparsable``: the *gold*
+answer cannot be read (an answer that cannot be read is ``ok`` and wrong). ``timeout``: the time
+limit passed and the worker was killed. ``error``: the worker failed or ran out of memory."""
+
+_FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier says about one answer."""
+
+    status: str
+    """One of :data:`STATUSES`."""
+    reward: float = 0.0
+    correct: bool = False
+    seconds: float = 0.0
+    """Time in the worker, loading and queueing not counted; 0 where none was asked."""
+    why: str = ""
+    """One line for people; empty where there is nothing to say."""
+    parsed_answer: str | None = None
+    """How the gold answer was understood; only where an explanation was asked for."""
+    parsed_extracted: str | None = None
+    """How the response's answer was understood; likewise."""
+
+
+def is_function(verifier: str) -> bool:
+    """Whether the verifier is a user's function, ``path.py:function``."""
+    return _FUNCTION.fullmatch(verifier) is not None
+
+
+def split_function(verifier: str) -> tuple[Path, str]:
+    """The file and the function's name of ``path.py:function``."""
+    match = _FUNCTION.fullmatch(verifier)
+    if match is None:
+        raise ValueError(f"{verifier!r} is not path.py:function")
+    return Path(match["path"]), match["name"]
+
+
+def check_verifier(verifier: str) -> None:
+    """Refuse a verifier that cannot be, before any worker starts.
+
+    Raises:
+        InputError: no such verifier, or no such file (a relative path is taken from the folder
+            where the command runs).
+    """
+    if verifier in BUILT_IN:
+        return
+    if not is_function(verifier):
+        known = ", ".join(BUILT_IN)
+        raise InputError(f"unknown verifier {verifier!r}; known are {known}, or path.py:function")
+    path, _ = split_function(verifier)
+    if not path.is_file():
+        raise InputError(
+            f"verifier {verifier}: no such file {path}; a relative path is taken from the folder"
+            f" where the command runs, now {Path.cwd()}"
+        )

@@ -1,0 +1,225 @@
+"""The verify stage, from files to files."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from exgrpo_cli import tables
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.stages.verify import explain, verify
+
+RECIPE = parse_recipe({"verify": {"workers": 1, "timeout": 1.0}}, "test")
+
+
+def rollout(problem_id: str, sample: int, text: str) -> dict[str, object]:
+    return {
+        "rollout_id": f"s00000/{problem_id}/{sample:02d}",
+        "step": 0,
+        "problem_id": problem_id,
+        "sample": sample,
+        "role": "fresh",
+        "policy": "step-00000",
+        "prompt_ids": [1],
+        "token_ids": [2],
+        "text": text,
+        "logprobs": [-0.5],
+        "entropies": None,
+        "mean_entropy": 0.5,
+        "entropy_source": "logprobs",
+        "mean_logprob": -0.5,
+        "tokens": 1,
+        "token_hash": tables.token_hash([2]),
+        "finish_reason": "stop",
+        "seed": 1,
+    }
+
+
+def write_problems(path: Path, rows: list[tuple[str, str, str, str | None]]) -> Path:
+    data = tables.frame(
+        "problems",
+        [
+            {
+                "problem_id": identifier,
+                "prompt": [{"role": "user", "content": f"question {identifier}"}],
+                "answer": answer,
+                "verifier": verifier,
+                "source": "test",
+                "metadata": metadata,
+            }
+            for identifier, answer, verifier, metadata in rows
+        ],
+    )
+    tables.write_table("problems", data, path)
+    return path
+
+
+def write_rollouts(path: Path, rows: list[dict[str, object]]) -> Path:
+    tables.write_table("rollouts", tables.frame("rollouts", rows), path)
+    return path
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def judge(response, answer, metadata):\n"
+        "    return metadata['word'] in response and response.endswith(answer)\n"
+    )
+    return write_problems(
+        tmp_path / "problems.parquet",
+        [
+            ("m", r"\frac{1}{2}", "math", None),
+            ("c", "B", "choice", None),
+            ("f", "end", f"{own}:judge", '{"word": "blue"}'),
+            ("u", "$$", "math", None),
+        ],
+    )
+
+
+def write_parts(folder: Path, count: int = 3) -> Path:
+    for index in range(count):
+        write_rollouts(
+            folder / tables.part_name(index, count),
+            [
+                rollout("m", index, rf"<think>\boxed{{3}}</think> So \boxed{{0.5}} {index}"),
+                rollout("c", index, "The answer is (C)."),
+                rollout("f", index, f"{index} blue end"),
+                rollout("m", index + 10, "I was cut off in the mid"),
+                rollout("m", index + 20, r"\boxed{9^{9^{9^9}}}"),
+                rollout("u", index, r"\boxed{1}"),
+            ],
+        )
+    return folder
+
+
+def test_a_verdict_for_every_rollout_in_order(tmp_path: Path, problems: Path) -> None:
+    rollouts = write_parts(tmp_path / "rollouts")
+    out = tmp_path / "verdicts"
+    lines: list[str] = []
+    result = verify(rollouts, problems, out, RECIPE, log=lines.append)
+    assert result["rows"] == 18
+    assert result["correct"] == 6
+    expected = {"ok": 9, "no_answer": 3, "unparsable": 3, "timeout": 3, "error": 0}
+    assert result["by_status"] == expected
+    assert (result["parts_done"], result["parts_skipped"]) == (3, 0)
+    # the tower was waited for once, the later parts remember it
+    assert 1.0 <= result["seconds"] < 12.0
+    assert len(lines) == 3
+    assert [p.name for p in tables.parquet_files(out)] == [
+        p.name for p in tables.parquet_files(rollouts)
+    ]
+    for part in tables.parquet_files(rollouts):
+        asked = tables.read_table("rollouts", part, ["rollout_id"])
+        verdicts = tables.read_table("verdicts", out / part.name)
+        assert verdicts["rollout_id"].to_list() == asked["rollout_id"].to_list()
+        assert verdicts["status"].to_list() == [
+            "ok", "ok", "ok", "no_answer", "timeout", "unparsable",
+        ]  # fmt: skip
+        assert verdicts["correct"].to_list() == [True, False, True, False, False, False]
+        assert verdicts["reward"].to_list() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+        assert verdicts["extracted"].to_list() == [
+            "0.5", "(C)", None, None, "9^{9^{9^9}}", "1",
+        ]  # fmt: skip
+        assert verdicts["verifier"][1] == "choice"
+
+
+def test_parts_that_are_there_are_skipped(tmp_path: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", [("e", "1", "exact", None)])
+    rollouts, out = tmp_path / "rollouts", tmp_path / "verdicts"
+    for index in range(3):
+        rows = [rollout("e", index, f"\\boxed{{{i}}}") for i in range(6)]
+        write_rollouts(rollouts / tables.part_name(index, 3), rows)
+    first = verify(rollouts, problems, out, RECIPE, shard=tables.Shard(1, 2))
+    assert (first["parts_done"], first["parts_skipped"], first["rows"]) == (1, 0, 6)
+    assert [p.name for p in tables.parquet_files(out)] == [tables.part_name(1, 3)]
+    before = (out / tables.part_name(1, 3)).stat().st_mtime_ns
+    second = verify(rollouts, problems, out, RECIPE)
+    assert (second["parts_done"], second["parts_skipped"]) == (2, 1)
+    assert (out / tables.part_name(1, 3)).stat().st_mtime_ns == before
+    assert verify(rollouts, problems, out, RECIPE)["rows"] == 0
+    forced = verify(rollouts, problems, out, RECIPE, shard=tables.Shard(1, 2), force=True)
+    assert (forced["parts_done"], forced["parts_skipped"]) == (1, 0)
+
+
+def test_one_file_to_one_file(tmp_path: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", [("m", "1/2", "numeric", None)])
+    file = write_rollouts(tmp_path / "loose.parquet", [rollout("m", 0, r"\boxed{1/2}")])
+    out = tmp_path / "deep" / "verdicts.parquet"
+    assert verify(file, problems, out, RECIPE)["correct"] == 1
+    assert tables.read_table("verdicts", out)["correct"].to_list() == [True]
+    assert verify(file, problems, tmp_path / "folder", RECIPE)["parts_done"] == 1
+    assert (tmp_path / "folder" / "loose.parquet").exists()
+    other = write_rollouts(tmp_path / "more.parquet", [rollout("m", 1, r"\boxed{2}")])
+    with pytest.raises(InputError, match="2 rollout parts"):
+        verify([file, other], problems, tmp_path / "both.parquet", RECIPE)
+    assert verify([file, other], problems, tmp_path / "two", RECIPE)["parts_done"] == 2
+
+
+def test_an_empty_part(tmp_path: Path, problems: Path) -> None:
+    write_rollouts(tmp_path / "empty.parquet", [])
+    out = tmp_path / "verdicts.parquet"
+    assert verify(tmp_path / "empty.parquet", problems, out, RECIPE)["rows"] == 0
+    assert tables.read_table("verdicts", out).height == 0
+
+
+def test_rollouts_of_another_problem_set(tmp_path: Path, problems: Path) -> None:
+    file = write_rollouts(tmp_path / "r.parquet", [rollout("gone", 0, r"\boxed{1}")])
+    out = tmp_path / "verdicts.parquet"
+    with pytest.raises(InputError) as caught:
+        verify(file, problems, out, RECIPE)
+    for words in (str(file), str(problems), "'gone'"):
+        assert words in str(caught.value)
+    assert not out.exists()
+
+
+def test_bad_input_leaves_nothing(tmp_path: Path, problems: Path) -> None:
+    folder = write_parts(tmp_path / "rollouts", 2)
+    out = tmp_path / "verdicts"
+    broken = folder / tables.part_name(1, 2)
+    broken.write_bytes(broken.read_bytes()[:-20])
+    with pytest.raises(InputError, match="truncated or damaged"):
+        verify(folder, problems, out, RECIPE, shard=tables.Shard(1, 2))
+    assert not out.exists()
+    with pytest.raises(InputError, match="upon the rollouts"):
+        verify(folder, problems, folder, RECIPE)
+    no_text = tmp_path / "no_text.parquet"
+    pl.DataFrame({"rollout_id": ["a"], "problem_id": ["m"]}).write_parquet(no_text)
+    with pytest.raises(InputError, match="column text is missing"):
+        verify(no_text, problems, out, RECIPE)
+    twice = write_problems(tmp_path / "twice.parquet", [("m", "1", "math", None)] * 2)
+    with pytest.raises(InputError, match="more than once"):
+        verify(folder, twice, out, RECIPE)
+    unknown = write_problems(tmp_path / "unknown.parquet", [("m", "1", "maths", None)])
+    with pytest.raises(InputError, match="unknown verifier"):
+        verify(folder, unknown, out, RECIPE)
+    assert not out.exists()
+
+
+def test_only_the_columns_it_needs(tmp_path: Path, problems: Path) -> None:
+    loose = tmp_path / "loose.parquet"
+    pl.DataFrame(
+        {"rollout_id": ["a"], "problem_id": ["m"], "text": ["#### 1/2"], "else": [1]}
+    ).write_parquet(loose)
+    assert verify(loose, problems, tmp_path / "v.parquet", Recipe())["correct"] == 1
+
+
+def test_explain(tmp_path: Path, problems: Path) -> None:
+    rollouts = write_parts(tmp_path / "rollouts")
+    right = explain(rollouts, problems, "s00000/m/01", RECIPE)
+    assert right["answer"] == r"\frac{1}{2}"
+    assert right["extracted"] == "0.5"
+    assert right["correct"] is True
+    assert right["status"] == "ok"
+    assert "1/2" in right["parsed_answer"]
+    assert "equal" in right["why"]
+    wrong = explain(rollouts, problems, "s00000/c/02", RECIPE)
+    assert (wrong["parsed_answer"], wrong["parsed_extracted"]) == ("B", "C")
+    assert wrong["why"] == "C, not B"
+    assert explain(rollouts, problems, "s00000/m/10", RECIPE)["status"] == "no_answer"
+    late = explain(rollouts, problems, "s00000/m/22", RECIPE)
+    assert (late["status"], late["parsed_answer"]) == ("timeout", None)
+    assert "1 seconds" in late["why"]
+    with pytest.raises(InputError, match="no rollout 's00000/x/00'"):
+        explain(rollouts, problems, "s00000/x/00", RECIPE)

@@ -1,0 +1,115 @@
+"""The final answer of a response."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo_cli.verifiers.extract import after_thinking, extract_answer, last_boxed
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"So \boxed{42}.", "42"),
+        (r"First \boxed{1}, but no: \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\left\{ x : x > 0 \right\}}", r"\left\{ x : x > 0 \right\}"),
+        # escaped braces are printed ones: these are no pair, and the box still closes
+        (r"\boxed{\left\{ \frac{a}{b} \right.}", r"\left\{ \frac{a}{b} \right."),
+        (r"\boxed { 7 }", "7"),
+        (r"\fbox{7}", "7"),
+        (r"\\boxed{7}", "7"),
+        (r"\[ a \\ \boxed{7} \]", "7"),
+        (r"is $\boxed 5$", "5"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        # an unclosed or an empty box is no answer, an earlier whole one is
+        (r"\boxed{3} and then \boxed{1", "3"),
+        (r"\boxed{3} as asked for in \boxed{}", "3"),
+        (r"\boxed{12", None),
+        (r"a stray { and \boxed{5}", "5"),
+        (r"a stray } and \boxed{5}", "5"),
+        ("\\boxed{two\nlines}", "two\nlines"),
+        # other forms, in their order
+        ("<answer> 8 </answer>", "8"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        (r"<answer>\boxed{9}</answer>", "9"),
+        ("<answer>9", None),
+        ("3 * 4 = 12\n#### 12", "12"),
+        ("#### 1,200\n", "1,200"),
+        ("##### no heading of five", None),
+        ("The answer is 12.", "12"),
+        ("The answer is 3.5.", "3.5"),
+        ("the final answer is: $\\frac{1}{2}$. I hope it is correct.", r"\frac{1}{2}"),
+        ("The final answer is 7. I hope it is correct.", "7"),
+        ("The answer is 5 apples. They are red.", "5 apples"),
+        ("**Answer:** 17", "17"),
+        ("Final answer: **17**", "17"),
+        ("Answer: $x$ and $y$", "$x$ and $y$"),
+        ("The answer is:\n\n$$x^2$$", "x^2"),
+        ("The answer is (B).", "(B)"),
+        (r"The answer is 3, so \boxed{4}", "4"),
+        # only what follows the thinking counts
+        (r"<think>\boxed{1}</think> So \boxed{2}.", "2"),
+        (r"<think>\boxed{1}</think> I do not know.", None),
+        (r"\boxed{1}</think>a</think>\boxed{2}", "2"),
+        (r"<think> cut off in thought \boxed{1}", "1"),
+        ("", None),
+        ("   \n", None),
+        ("no answer at all", None),
+        ("The answer is", None),
+        ("The answer is ...", None),
+    ],
+)
+def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer
+
+
+balanced = st.recursive(
+    st.text(alphabet=r"abc 1+$", min_size=1, max_size=5),
+    lambda inner: st.lists(inner, min_size=1, max_size=3).map(
+        lambda parts: "{" + "".join(parts) + "}x"
+    ),
+    max_leaves=20,
+)
+
+
+@given(balanced, st.text(alphabet="ab }\n$", max_size=20))
+def test_balanced_content_comes_out_whole(content: str, before: str) -> None:
+    expected = content.strip() or None
+    assert last_boxed(f"{before}\\boxed{{{content}}} end") == expected
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_taken(text: str) -> None:
+    answer = extract_answer(text)
+    assert answer is None or answer.strip()
+    assert after_thinking(text) in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{" * 150_000,
+        "\\boxed{" + "{" * 100_000 + "}" * 100_000 + "}",
+        "\\boxed{" + "1" * 1_000_000 + "}",
+        "\\" * 1_000_000,
+        "\n" * 1_000_000,
+        " " * 1_000_000 + "#",
+        "*" * 1_000_000,
+        "the answer is" + " " * 1_000_000,
+        "the " * 250_000,
+        "answer: \n" * 100_000,
+        "the answer is 1" + "." + "*" * 1_000_000 + "x",
+        "the answer is 1" + " " * 1_000_000 + "x",
+        "<answer>" * 120_000,
+        "</think>" * 120_000,
+        "####" * 250_000,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_long_texts_take_linear_time(text: str) -> None:
+    begin = time.process_time()
+    extract_answer(text)
+    assert time.process_time() - begin < 2.0

@@ -1,0 +1,176 @@
+"""Mathematical equality, multiple choice, exact text and numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from exgrpo_cli.verifiers import Verdict, choice, exact, numeric
+from exgrpo_cli.verifiers.extract import extract_answer
+from exgrpo_cli.verifiers.math import check_gold, judge
+from exgrpo_cli.verifiers.pool import Job, Pool
+
+BENCHMARKS = Path(__file__).parents[2].parent / "shared" / "data" / "math-benchmarks.verl.parquet"
+
+
+def plain(gold: str, answer: str) -> bool:
+    """math-verify as its users call it."""
+    from math_verify import parse, verify
+
+    return bool(verify(parse(f"\\boxed{{{gold}}}"), parse(f"\\boxed{{{answer}}}")))
+
+
+GOLDS = [
+    "42", "-7", "1/2", r"\frac{3}{4}", r"\sqrt{2}", r"2\sqrt{3}", "0.5", "3.14", "10^6", "1,234",
+    r"\pi", r"\frac{\pi}{2}", "2n+1", "x^2-1", r"\{1,2,3\}", "(3, 4)", "[0, 1]", r"(-\infty, 2)",
+    "x=5", r"50\%", r"\text{even}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"120^\circ",
+    "1+i", r"\binom{5}{2}",
+]  # fmt: skip
+ANSWERS = [
+    "42.0", "-7", "0.5", r"\dfrac{3}{4}", r"\sqrt 2", r"\sqrt{12}", "1/2", r"\frac{157}{50}",
+    "1000000", "1234", "3.14159", r"\pi/2", "1+2n", "(x-1)(x+1)", r"\{3,2,1\}", "(3,4)", "[0,1]",
+    r"x<2", "5", "0.5", "even", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}", "120", "i+1", "10",
+]  # fmt: skip
+
+
+def responses() -> list[tuple[str, str]]:
+    """100 gold answers with responses: equal ones, others' and wrappings."""
+    pairs = []
+    for index, (gold, answer) in enumerate(zip(GOLDS, ANSWERS, strict=True)):
+        other = ANSWERS[(index + 1) % len(ANSWERS)]
+        pairs += [
+            (gold, f"<think>Let me see.</think>\nWe get \\boxed{{{answer}}}."),
+            (gold, f"Hence the final answer is ${gold}$. I hope it is correct."),
+            (gold, f"Therefore \\[ \\boxed{{{other}}} \\]"),
+            (answer, f"So <answer>{gold}</answer>"),
+        ]
+    return pairs
+
+
+def test_verdicts_are_those_of_plain_math_verify() -> None:
+    pairs = responses()
+    assert len(pairs) == 100
+    jobs = [Job("math", gold, extract_answer(text)) for gold, text in pairs]
+    with Pool(2, timeout=20) as pool:
+        verdicts = pool.judge(jobs)
+    expected = [plain(job.answer, job.extracted or "") for job in jobs]
+    assert [v.correct for v in verdicts] == expected
+    assert {v.status for v in verdicts} == {"ok"}
+    assert 40 < sum(expected) < 90  # right and wrong ones
+
+
+def test_gold_comes_first() -> None:
+    # math-verify is asymmetric: an assignment matches a bare value only as the gold
+    one, other = judge("x=5", "5").correct, judge("5", "x=5").correct
+    assert (one, other) == (plain("x=5", "5"), plain("5", "x=5"))
+    assert judge("(1,2)", r"\{1,2\}").correct == plain("(1,2)", r"\{1,2\}")
+
+
+def test_gold_in_dollars_or_a_box_is_understood() -> None:
+    assert judge(r"$\frac{1}{2n+2}$", r"\frac{1}{2(n+1)}").correct
+    assert judge(r"\boxed{5}", "5").correct
+    assert judge("-3./2", "-1.5").correct  # no LaTeX, but a plain expression
+
+
+def test_an_unparsable_gold_is_never_correct() -> None:
+    for gold in ("", "  ", "$$"):
+        verdict = judge(gold, gold or "1")
+        assert (verdict.status, verdict.correct, verdict.reward) == ("unparsable", False, 0.0)
+    assert check_gold("") is not None
+    assert check_gold("np.arcsin(10/13)") is not None
+    assert check_gold(r"\frac{1}{2}") is None
+
+
+def test_an_unparsable_answer_is_wrong() -> None:
+    verdict = judge("5", "}{")
+    assert (verdict.status, verdict.correct) == ("ok", False)
+
+
+def test_explain_says_how_answers_were_read() -> None:
+    verdict = judge("50/100", r"\frac{1}{2}", explain=True)
+    assert verdict.correct
+    assert verdict.parsed_answer is not None
+    assert "1/2" in verdict.parsed_answer
+    assert verdict.parsed_extracted is not None
+    assert "1/2" in verdict.parsed_extracted
+
+
+@pytest.mark.skipif(not BENCHMARKS.exists(), reason="no benchmark data here")
+def test_real_golds_against_themselves_and_others() -> None:
+    import polars as pl
+
+    rows = pl.read_parquet(BENCHMARKS)["reward_model"].struct.field("ground_truth").unique()
+    golds = sorted(rows.to_list())[::28]
+    readable = [g for g in golds if check_gold(g) is None]
+    assert len(readable) > 0.9 * len(golds) > 30
+    jobs = []
+    for index, gold in enumerate(readable):
+        other = readable[(index + 1) % len(readable)]
+        bare = gold.strip("$")
+        for text in (
+            f"\\boxed{{{gold}}}",
+            f"<think>Hm, \\boxed{{0}}</think> It is\n\n$$\\boxed{{{bare}}}$$",
+            f"\\boxed{{{other}}}",
+        ):
+            jobs.append(Job("math", gold, extract_answer(text)))
+    with Pool(2, timeout=20) as pool:
+        verdicts = pool.judge(jobs)
+    wrong = [j for j, v in zip(jobs, verdicts, strict=True) if not v.correct]
+    assert not [j for j in wrong if j.extracted in (j.answer, j.answer.strip("$"))]
+    crossed = list(zip(jobs, verdicts, strict=True))[2::3]
+    assert [v.correct for _, v in crossed] == [
+        plain(j.answer, j.extracted or "") for j, _ in crossed
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"), ("b", "B"), ("(B)", "B"), ("[B]", "B"), ("B.", "B"), ("B)", "B"),
+        ("B) 12 m", "B"), ("(B) 12 m", "B"), ("B. Because it is so", "B"), ("B: text", "B"),
+        (r"\text{B}", "B"), (r"\textbf{(B)}", "B"), (r"$\mathrm{B}$", "B"), ("**B**", "B"),
+        ("Option B", "B"), ("J", "J"), (r"\text{(B)}\ 12", "B"),
+        ("K", None), ("AB", None), ("A man walks", None), ("12", None), ("", None),
+        ("B and C", None),
+    ],
+)  # fmt: skip
+def test_choice_letters(text: str, letter: str | None) -> None:
+    assert choice.letter(text) == letter
+
+
+def test_choice_verdicts() -> None:
+    assert choice.judge("B", r"\text{(B)}").correct
+    assert not choice.judge("(B)", "C").correct
+    assert choice.judge("B", "12") == Verdict("ok", why="no letter, not B")
+    assert choice.judge("12", "B").status == "unparsable"
+
+
+def test_exact_text() -> None:
+    assert exact.judge("New  York\n", " New York").correct
+    assert not exact.judge("New York", "new york").correct
+    assert exact.judge(" ", "x").status == "unparsable"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42.0), ("-1,234.5", -1234.5), ("1{,}000", 1000.0), (r"1\,000", 1000.0),
+        ("$12", 12.0),
+        (r"\$12.50", 12.5), ("12%", 0.12), (r"12\%", 0.12), ("3/4", 0.75), ("-3/4", -0.75),
+        (r"\frac{3}{4}", 0.75), (r"-\dfrac{3}{4}", -0.75), ("1.2e-5", 1.2e-5),
+        (r"1.2 \times 10^{-5}", 1.2e-5), (r"$3 \cdot 10^4$", 3e4), (".5", 0.5), ("5.", 5.0),
+        ("−5", -5.0),
+        ("", None), ("x", None), ("1/0", None), ("1e9999", None), ("nan", None), ("inf", None),
+        ("1,23", None), ("12 34", 1234.0), (r"\frac{a}{b}", None),
+    ],
+)  # fmt: skip
+def test_numbers(text: str, value: float | None) -> None:
+    assert numeric.number(text) == (pytest.approx(value) if value is not None else None)
+
+
+def test_numeric_tolerance() -> None:
+    assert numeric.judge("1000000", "1000000.9").correct
+    assert not numeric.judge("1000000", "1000002").correct
+    assert numeric.judge("0.5", "50%").correct
+    assert not numeric.judge("0", "1e-9").correct
+    assert not numeric.judge("1", "one").correct
+    assert numeric.judge("one", "1").status == "unparsable"

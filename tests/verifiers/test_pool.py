@@ -1,0 +1,350 @@
+"""Worker processes: hard limits, isolation, and none left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.verifiers.pool import Job, Pool
+
+TOWER = "9^{9^{9^9}}"
+HOSTILE = [
+    TOWER,
+    "5^(5^(5^(5^5)))",
+    "{" * 100_000 + "1" + "}" * 100_000,
+    "1" * 1_000_000,
+    "10!!!!!!",
+    "((((10!)!)!)!)!",
+    r"\begin{pmatrix}" + r"\\".join("&".join("12345" for _ in range(300)) for _ in range(300)),
+    r"\int_0^1 x^{x^{x^x}} dx",
+    "1\x002",
+    "\x00",
+    "\ud800",
+    "\udfff5\ud800",
+    "",
+    "\\",
+    "}{",
+]
+
+
+def test_hostile_answers_get_a_status_and_others_their_verdicts() -> None:
+    jobs = []
+    for text in HOSTILE:
+        jobs += [
+            Job("math", "42", text),
+            Job("math", "0.5", r"\frac{1}{2}"),
+            Job("math", "42", "41"),
+        ]
+    jobs.append(Job("math", TOWER, "1"))  # a hostile gold
+    begin = time.monotonic()
+    with Pool(2, timeout=1.0) as pool:
+        verdicts = pool.judge(jobs)
+    assert time.monotonic() - begin < 60
+    hostile, right, wrong = verdicts[0:-1:3], verdicts[1::3], verdicts[2::3]
+    assert all(v.correct and v.status == "ok" for v in right)
+    assert all(not v.correct and v.status == "ok" for v in wrong)
+    assert all(not v.correct and v.reward == 0 for v in hostile)
+    assert hostile[0].status == "timeout"
+    assert all(v.status in ("ok", "timeout", "error") for v in hostile)
+    assert all(v.seconds < 1.5 for v in verdicts if v.status == "timeout")
+    assert verdicts[-1].status == "timeout"
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Callable[[str], str]:
+    def write(body: str) -> str:
+        path = tmp_path / "mine.py"
+        path.write_text(textwrap.dedent(body), encoding="utf-8")
+        return f"{path}:judge"
+
+    return write
+
+
+def test_a_users_function(user_file: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("GOOD = 'yes'\n", encoding="utf-8")
+    verifier = user_file(
+        """
+        import os, sys, time
+        import helper
+
+        print("a file may print")
+
+        class Mute(BaseException):
+            def __str__(self):
+                raise RuntimeError
+
+        def judge(response: str, answer: str, metadata: dict) -> bool | float:
+            print("so may a function")
+            os.write(1, b"in any way\\n")
+            match response:
+                case "right": return helper.GOOD == "yes"
+                case "metadata": return metadata["unit"] == "m" and answer == "gold"
+                case "half": return 0.5
+                case "little": return 0.25
+                case "text": return "yes"
+                case "nothing": return None
+                case "nan": return float("nan")
+                case "raise": raise RuntimeError("no idea")
+                case "exit": sys.exit(3)
+                case "die": os._exit(3)
+                case "mute": raise Mute()
+                case "sleep": time.sleep(60)
+                case "memory": return bool(bytearray(4 * 2**30))
+                case "read": return sys.stdin.read() == ""
+        """
+    )
+
+    def job(response: str) -> Job:
+        return Job(verifier, "gold", None, response, {"unit": "m"})
+
+    names = (
+        "right metadata half little text nothing nan raise mute exit die sleep memory read right"
+    )
+    with Pool(2, timeout=1.5, memory_mb=512) as pool:
+        verdicts = pool.judge([job(name) for name in names.split()])
+    got = dict(zip(names.split(), verdicts, strict=True))
+    for name in ("right", "metadata", "read"):
+        assert (got[name].status, got[name].correct, got[name].reward) == ("ok", True, 1.0), name
+    assert (got["half"].correct, got["half"].reward) == (True, 0.5)
+    assert (got["little"].correct, got["little"].reward) == (False, 0.25)
+    for name in ("text", "nothing", "nan", "raise", "mute", "exit", "die", "memory"):
+        assert (got[name].status, got[name].correct, got[name].reward) == ("error", False, 0.0), (
+            name
+        )
+    assert got["sleep"].status == "timeout"
+    assert "no idea" in got["raise"].why
+    assert "exit status 3" in got["die"].why
+    assert "512 MiB" in got["memory"].why
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise OSError('no such database')", "no such database"),
+        ("def judge(:", "SyntaxError"),
+        ("import sys; sys.exit(1)", "SystemExit"),
+        ("import os; os._exit(1)", "exit status 1"),
+        ("other = 1", "no function judge"),
+        ("judge = 1", "is no function"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(
+    user_file: Callable[[str], str], body: str, words: str
+) -> None:
+    verifier = user_file(body)
+    with Pool(1) as pool, pytest.raises(InputError, match=words) as caught:
+        pool.judge([Job(verifier, "1", None, "x")])
+    assert verifier in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_verifiers() -> None:
+    with Pool(1) as pool:
+        with pytest.raises(InputError, match="unknown verifier 'maths'"):
+            pool.judge([Job("maths", "1", "1")])
+        with pytest.raises(InputError, match="no such file"):
+            pool.judge([Job("gone.py:judge", "1", "1")])
+
+
+def test_loading_and_queueing_do_not_count(user_file: Callable[[str], str]) -> None:
+    verifier = user_file(
+        """
+        import time
+
+        time.sleep(2)
+
+        def judge(response, answer, metadata):
+            time.sleep(0.4)
+            return True
+        """
+    )
+    with Pool(1, timeout=1.0) as pool:
+        verdicts = pool.judge([Job(verifier, "1", None, str(i)) for i in range(4)])
+    assert [v.status for v in verdicts] == ["ok"] * 4
+    assert all(0.4 <= v.seconds < 1.0 for v in verdicts)
+
+
+def test_equal_answers_are_judged_once(user_file: Callable[[str], str], tmp_path: Path) -> None:
+    verifier = user_file(
+        f"""
+        def judge(response, answer, metadata):
+            with open({str(tmp_path / "calls")!r}, "a") as file:
+                file.write(response)
+            return True
+        """
+    )
+    with Pool(2) as pool:
+        first = pool.judge([Job(verifier, "1", None, r) for r in "aabab"])
+        again = pool.judge([Job(verifier, "1", None, r) for r in "bca"])
+    assert sorted((tmp_path / "calls").read_text()) == ["a", "b", "c"]
+    assert all(v.correct for v in first + again)
+    assert [v.seconds > 0 for v in first] == [True, False, True, False, False]
+    assert [v.seconds > 0 for v in again] == [False, True, False]
+
+
+def test_a_worker_killed_from_outside_is_replaced(
+    user_file: Callable[[str], str], tmp_path: Path
+) -> None:
+    verifier = user_file(
+        f"""
+        import os, signal
+        from pathlib import Path
+
+        def judge(response, answer, metadata):
+            flag = Path({str(tmp_path)!r}) / "killed"
+            if response == "always" or not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return True
+        """
+    )
+    with Pool(1) as pool:
+        verdicts = pool.judge([Job(verifier, "1", None, r) for r in ("once", "always", "never")])
+    assert [v.status for v in verdicts] == ["ok", "error", "ok"]
+    assert "signal 9" in verdicts[1].why
+
+
+def test_no_answer_needs_no_worker() -> None:
+    with Pool(2) as pool:
+        assert pool.judge([Job("math", "1", None)])[0].status == "no_answer"
+        assert pool.judge([]) == []
+        assert not psutil.Process().children()
+
+
+def test_nothing_in_the_current_folder_shadows_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "sympy", "math_verify", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    with Pool(1) as pool:
+        assert pool.judge([Job("math", "1", "1")])[0].correct
+
+
+def test_gold_answers_are_checked_within_the_limit() -> None:
+    golds = [("math", "1/2"), ("math", ""), ("choice", "K"), ("numeric", "x"), ("exact", "x")]
+    with Pool(2, timeout=1.0) as pool:
+        faults = pool.check_golds([*golds, ("math", "10!!!!!!"), ("math", "1/2")])
+    assert [fault is None for fault in faults] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        faults[5] is None,
+        True,
+    ]
+
+
+SCRIPT = """
+import sys
+from exgrpo_cli.verifiers.pool import Job, Pool
+
+with Pool(2, timeout=120) as pool:
+    pool.judge([Job(sys.argv[1], "1", None, response) for response in ("a", "b")])
+"""
+
+
+def start_stuck_parent(
+    verifier: str, folder: Path
+) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+    """A parent whose two workers are each in one endless operation that no thread interrupts."""
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, verifier], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (folder / "a").exists() and (folder / "b").exists():
+            time.sleep(0.2)
+            workers = psutil.Process(parent.pid).children(recursive=True)
+            assert len(workers) == 2
+            return parent, workers
+        time.sleep(0.05)
+    parent.kill()
+    raise AssertionError("the workers never got to work")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_worker_outlives_its_parent(
+    number: signal.Signals, user_file: Callable[[str], str], tmp_path: Path
+) -> None:
+    verifier = user_file(
+        f"""
+        from pathlib import Path
+
+        def judge(response, answer, metadata):
+            (Path({str(tmp_path)!r}) / response).touch()
+            return 9 ** 9 ** 9 > 0
+        """
+    )
+    parent, workers = start_stuck_parent(verifier, tmp_path)
+    os.kill(parent.pid, number)
+    _, errors = parent.communicate(timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    for worker in alive:
+        worker.kill()
+    assert not alive
+    if number == signal.SIGINT:
+        assert errors.count(b"KeyboardInterrupt") == 1  # the parent's own, none of a worker's
+
+
+def test_what_a_function_started_ends_with_its_worker(
+    user_file: Callable[[str], str], tmp_path: Path
+) -> None:
+    verifier = user_file(
+        f"""
+        import subprocess
+        from pathlib import Path
+
+        def judge(response, answer, metadata):
+            process = subprocess.Popen(["sleep", "600"])
+            (Path({str(tmp_path)!r}) / "pid").write_text(str(process.pid))
+            process.wait()
+            return True
+        """
+    )
+    with Pool(1, timeout=1.0) as pool:
+        assert pool.judge([Job(verifier, "1", None, "x")])[0].status == "timeout"
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and running(pid):
+        time.sleep(0.05)
+    assert not running(pid)
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_no_worker_after_a_normal_end() -> None:
+    with Pool(2, timeout=5) as pool:
+        pool.judge([Job("exact", "1", "1"), Job("exact", "1", "2")])
+        workers = psutil.Process().children()
+        assert len(workers) == 2
+    assert not psutil.wait_procs(workers, timeout=5)[1]
+
+
+def test_workers_end_when_a_pool_is_not_closed() -> None:
+    script = """
+import os, psutil
+from exgrpo_cli.verifiers.pool import Job, Pool
+
+pool = Pool(1)
+pool.judge([Job("exact", "1", "1")])
+print(psutil.Process().children()[0].pid, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(int(done.stdout))
