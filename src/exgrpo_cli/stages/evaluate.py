@@ -1,0 +1,284 @@
+"""The evaluate stage: accuracy of a policy on held-out problems."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exgrpo_cli import tables
+from exgrpo_cli.engines import Engine, Request, Sampling, open_engine
+from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.progress import Log, progress, quiet
+from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.statistics import format_table, interval_of, pass_ks, powers_of_two, summarise
+
+if TYPE_CHECKING:
+    import polars as pl
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["evaluate", "evaluation_metrics", "format_table"]
+
+
+def evaluate(
+    *,
+    policy: str,
+    policy_name: str,
+    problems: Path,
+    out: Path,
+    recipe: Recipe,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    engine: Engine | None = None,
+    step: int = 0,
+    force: bool = False,
+    log: Log = quiet,
+) -> dict[str, Any]:
+    """Sample every problem, verify the answers, and sum up the accuracy by source.
+
+    Writes ``rollouts.parquet``, ``verdicts.parquet``, ``evaluation.json`` (what was asked for) and
+    ``summary.json``. What is there is not made again: a finished sampling is only verified and
+    summed up, and changed answers are verified anew. The seeds depend on the recipe's seed, the
+    problem and the sample, not on the policy, so policies are compared on common random numbers.
+
+    Args:
+        policy: a Hugging Face folder, a PEFT adapter, or a hub name.
+        policy_name: its name in the tables and the summary.
+        problems: the ``problems`` table.
+        out: folder of this evaluation.
+        recipe: seed, ``rollout`` (engine), ``model``, ``verify`` and ``evaluate.bootstrap``.
+        samples: a problem; at temperature 0 one is enough and one is taken.
+        temperature: of sampling; 0 is greedy.
+        max_new_tokens: maximum response length.
+        engine: a loaded engine that holds this policy; by default one is opened and closed.
+        step: the policy's step; goes into the tables and the summary.
+        force: evaluate anew, whatever ``out`` holds.
+        log: gets plain lines.
+
+    Returns:
+        ``policy``, ``step``, ``samples``, ``temperature``, ``max_new_tokens``, ``left_out``
+        (problems whose prompts are too long), ``rows`` (by source) and ``overall``; see
+        :func:`exgrpo_cli.statistics.summarise`.
+
+    Raises:
+        InputError: no problems whose prompts are short enough, ``out`` holds an evaluation of
+            another policy or with other settings, or the policy cannot be opened.
+        StageError: the engine left a row out.
+    """
+    from exgrpo_cli.models import load_tokenizer
+    from exgrpo_cli.stages.rollout import encode_prompts
+    from exgrpo_cli.stages.verify import verify
+
+    if samples < 1 or max_new_tokens < 1 or temperature < 0:
+        raise InputError(
+            f"evaluate: samples = {samples} and max_new_tokens = {max_new_tokens} must be at least"
+            f" 1, temperature = {temperature} at least 0"
+        )
+    if temperature == 0 and samples > 1:
+        log("evaluate: temperature 0 gives the same response every time; one sample a problem")
+        samples = 1
+    table = tables.read_table("problems", problems)
+    if table.is_empty():
+        raise InputError(f"{problems}: no problems in this table")
+    _refuse_repeated(table, problems)
+    tokenizer = load_tokenizer(policy, recipe.model)
+    prompts = encode_prompts(table, tokenizer, recipe, log)
+    if not prompts:
+        raise InputError(
+            f"{problems}: every prompt is longer than rollout.max_prompt_tokens ="
+            f" {recipe.rollout.max_prompt_tokens}; raise it"
+        )
+
+    asked = {
+        "policy": policy_name,
+        "step": step,
+        "weights": policy_fingerprint(policy),
+        "samples": samples,
+        "temperature": float(temperature),
+        "max_new_tokens": max_new_tokens,
+        "seed": recipe.seed,
+        "problems": _digest([pid, *ids] for pid, ids in sorted(prompts.items())),
+    }
+    answers = _digest(sorted(table.select("problem_id", "answer", "verifier").rows()))
+    rollouts, verdicts = out / "rollouts.parquet", out / "verdicts.parquet"
+    request = out / "evaluation.json"
+    before = json.loads(request.read_text(encoding="utf-8")) if request.exists() else {}
+    if rollouts.exists() and not force:
+        _refuse_other(out, before, asked)
+        log(f"evaluate: {rollouts} is there; not sampled again")
+    else:
+        for stale in (rollouts, verdicts, out / "summary.json"):
+            stale.unlink(missing_ok=True)
+        tables.write_json(request, asked | {"answers": answers})
+        rows = _sample(policy, tokenizer, prompts, asked, recipe, engine, log)
+        tables.write_table("rollouts", tables.frame("rollouts", rows), rollouts)
+    if before.get("answers") != answers:
+        verdicts.unlink(missing_ok=True)
+        tables.write_json(request, asked | {"answers": answers})
+    verify(rollouts, problems, verdicts, recipe, log=log)
+
+    judged = (
+        tables.read_table(
+            "rollouts", rollouts, ["rollout_id", "problem_id", "finish_reason", "tokens"]
+        )
+        .join(
+            tables.read_table("verdicts", verdicts, ["rollout_id", "correct"]),
+            on="rollout_id",
+            validate="1:1",
+        )
+        .join(table.select("problem_id", "source"), on="problem_id", validate="m:1")
+    )
+    if judged.height != len(prompts) * samples:
+        raise StageError(
+            f"{verdicts}: {judged.height} verdicts for {len(prompts) * samples} samples;"
+            " remove it and evaluate again"
+        )
+    by_source, overall = summarise(
+        judged, powers_of_two(samples), recipe.evaluate.bootstrap, recipe.seed
+    )
+    summary = {
+        "policy": policy_name,
+        "step": step,
+        "samples": samples,
+        "temperature": float(temperature),
+        "max_new_tokens": max_new_tokens,
+        "left_out": table.height - len(prompts),
+        "rows": by_source,
+        "overall": overall,
+    }
+    tables.write_json(out / "summary.json", summary)
+    return summary
+
+
+def evaluation_metrics(name: str, summary: dict[str, Any]) -> dict[str, float]:
+    """A summary as flat metrics: ``eval/NAME/pass@1``, ``eval/NAME/pass@1_low``, and so on.
+
+    Args:
+        name: of the problem set.
+        summary: what :func:`evaluate` returned.
+
+    Returns:
+        Numbers over all problems; where there are several sources, also
+        ``eval/NAME/SOURCE/pass@1`` and the rest of each.
+    """
+    groups = {f"eval/{name}": summary["overall"]}
+    if len(summary["rows"]) > 1:
+        groups |= {f"eval/{name}/{row['source']}": row for row in summary["rows"]}
+    metrics: dict[str, float] = {}
+    for prefix, row in groups.items():
+        for k in pass_ks(row):
+            low, high = interval_of(row, k)
+            metrics |= {
+                f"{prefix}/pass@{k}": row[f"pass@{k}"],
+                f"{prefix}/pass@{k}_low": low,
+                f"{prefix}/pass@{k}_high": high,
+            }
+        metrics |= {f"{prefix}/truncated": row["truncated"], f"{prefix}/tokens": row["tokens"]}
+    return metrics
+
+
+def policy_fingerprint(policy: str) -> str:
+    """A hash that tells policies apart wherever they lie: names, sizes and samples of the weights.
+
+    Args:
+        policy: a folder with ``*.safetensors`` files, or a hub name, whose hash is the name's.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    folder = Path(policy)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        found.update(policy.encode())
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.name}\x1f{size}\x1f".encode())
+        with file.open("rb") as stream:
+            # 64 windows of 4 KiB: an update moves weights everywhere, so it shows in them.
+            for i in range(64):
+                stream.seek(size * i // 64)
+                found.update(stream.read(4096))
+    return found.hexdigest()
+
+
+def _sample(
+    policy: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: dict[str, list[int]],
+    asked: dict[str, Any],
+    recipe: Recipe,
+    engine: Engine | None,
+    log: Log,
+) -> list[dict[str, Any]]:
+    """The rows of the ``rollouts`` table, problem by problem."""
+    from exgrpo_cli.stages.rollout import completion_row, decode
+
+    name, step = asked["policy"], asked["step"]
+    keys = [(pid, sample) for pid in prompts for sample in range(asked["samples"])]
+    requests = [
+        Request(i, prompts[pid], tables.row_seed(recipe.seed, "evaluate", pid, sample))
+        for i, (pid, sample) in enumerate(keys)
+    ]
+    sampling = Sampling(asked["temperature"], asked["max_new_tokens"])
+    rows: list[dict[str, Any] | None] = [None] * len(requests)
+    opened = engine is None
+    if engine is None:
+        log(f"evaluate: opening {policy}")
+        engine = open_engine(recipe, policy)
+    try:
+        with progress(f"evaluate {name}", len(requests), log) as advance:
+            for completion in engine.generate(requests, sampling):
+                request = requests[completion.index]
+                pid, sample = keys[completion.index]
+                row = completion_row(
+                    pid,
+                    step,
+                    sample,
+                    "fresh",
+                    name,
+                    request.prompt_ids,
+                    completion,
+                    decode(tokenizer, completion.token_ids),
+                    request.seed,
+                )
+                rows[completion.index] = row | {"rollout_id": f"e{step:05d}/{pid}/{sample:02d}"}
+                advance(1)
+    finally:
+        if opened:
+            engine.close()
+    finished = [row for row in rows if row is not None]
+    if len(finished) < len(rows):
+        raise StageError(f"evaluate: the engine left {len(rows) - len(finished)} rows unfinished")
+    return finished
+
+
+def _refuse_repeated(table: pl.DataFrame, path: Path) -> None:
+    repeated = table["problem_id"].is_duplicated()
+    if repeated.any():
+        name = table["problem_id"].filter(repeated)[0]
+        raise InputError(f"{path}: problem_id {name} is there more than once; ids must be unique")
+
+
+def _refuse_other(out: Path, before: dict[str, Any], asked: dict[str, Any]) -> None:
+    # Not the policy's name: a path may be spelled in several ways, and the weights tell.
+    differing = [key for key in asked if key != "policy" and before.get(key) != asked[key]]
+    if not differing:
+        return
+    readable = {"weights": "other weights", "problems": "other problems or prompts"}
+    said = [
+        readable.get(key) or f"{key} was {before.get(key)!r}, is now {asked[key]!r}"
+        for key in differing
+    ]
+    raise InputError(
+        f"{out}: holds another evaluation ({'; '.join(said)}); --force evaluates anew; or give"
+        " another --out"
+    )
+
+
+def _digest(rows: Iterable[Iterable[object]]) -> str:
+    """A hash of rows of plain values."""
+    found = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        found.update(json.dumps(list(row), ensure_ascii=False).encode() + b"\n")
+    return found.hexdigest()

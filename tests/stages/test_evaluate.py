@@ -1,0 +1,280 @@
+"""Evaluation with a real engine, real verification and a tiny random model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from exgrpo_cli import tables
+from exgrpo_cli.engines import open_engine
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.stages.evaluate import (
+    evaluate,
+    evaluation_metrics,
+    format_table,
+    policy_fingerprint,
+)
+from sample_run import write
+
+_CHARACTERS = "0123456789+-*=;\\boxed{}"
+
+
+def _make_model(folder: Path, seed: int) -> None:
+    """A random Qwen2 of some thousand parameters whose tokens are characters."""
+    words = ["<pad>", "<eos>", *dict.fromkeys(_CHARACTERS)]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    _make_model(folder, seed=0)
+    return str(folder)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return parse_recipe(
+        {
+            "model": {"template": "plain"},
+            "rollout": {"engine": "transformers", "max_prompt_tokens": 16, "device": "cpu"},
+            "verify": {"workers": 1},
+            "evaluate": {"bootstrap": 200},
+        },
+        "test",
+    )
+
+
+def _problems(file: Path, answers: dict[str, str]) -> Path:
+    write(
+        "problems",
+        file,
+        [
+            {
+                "problem_id": pid,
+                "prompt": [{"role": "user", "content": f"{pid}="}],
+                "answer": answer,
+                "verifier": "exact",
+                "source": "sums" if "+" in pid else "others",
+            }
+            for pid, answer in answers.items()
+        ],
+    )
+    return file
+
+
+@pytest.fixture
+def run(policy: str, recipe: Recipe, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """evaluate() with everything given; the keywords replace."""
+    problems = _problems(tmp_path / "problems.parquet", {"7+5": "12", "2*4": "8", "9-6": "3"})
+
+    def call(**changes: Any) -> dict[str, Any]:
+        given: dict[str, Any] = {
+            "policy": policy,
+            "policy_name": "step-00012",
+            "problems": problems,
+            "out": tmp_path / "out",
+            "recipe": recipe,
+            "samples": 4,
+            "temperature": 1.0,
+            "max_new_tokens": 8,
+            "step": 12,
+        }
+        return evaluate(**(given | changes))
+
+    return call
+
+
+def test_files_and_summary(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    summary = run()
+    out = tmp_path / "out"
+    rollouts = tables.read_table("rollouts", out / "rollouts.parquet")
+    verdicts = tables.read_table("verdicts", out / "verdicts.parquet")
+    assert rollouts["rollout_id"].to_list()[:5] == [
+        *(f"e00012/7+5/{sample:02d}" for sample in range(4)),
+        "e00012/2*4/00",
+    ]
+    assert rollouts["tokens"].max() <= 8
+    assert rollouts["seed"].n_unique() == 12
+    assert sorted(verdicts["rollout_id"]) == sorted(rollouts["rollout_id"])
+    overall = summary["overall"]
+    assert overall["pass@1"] == pytest.approx(verdicts["correct"].mean())
+    assert overall["tokens"] == pytest.approx(rollouts["tokens"].mean())
+    assert overall["truncated"] == pytest.approx((rollouts["finish_reason"] == "length").mean())
+    assert (overall["problems"], overall["samples"]) == (3, 12)
+    assert [(row["source"], row["problems"]) for row in summary["rows"]] == [
+        ("others", 2),
+        ("sums", 1),
+    ]
+    assert {"pass@1", "pass@2", "pass@4", "pass@4_low"} <= overall.keys()
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert format_table(summary).row_count == 3
+
+
+def _answer(out: Path) -> str:
+    """What the first rollout answers, once it is made to answer: the text is put in its place."""
+    rows = tables.read_table("rollouts", out / "rollouts.parquet").to_dicts()
+    rows[0]["text"] = "so \\boxed{77}"
+    write("rollouts", out / "rollouts.parquet", rows)
+    return "77"
+
+
+def test_a_finished_sampling_is_kept_and_changed_answers_are_verified_anew(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run()["overall"]["pass@1"] == 0.0  # a random model boxes nothing in 8 tokens
+    answer = _answer(out)
+    (out / "verdicts.parquet").unlink()
+    before = (out / "rollouts.parquet").stat().st_mtime_ns
+    assert run()["overall"]["pass@1"] == 0.0
+    changed = _problems(tmp_path / "changed.parquet", {"7+5": answer, "2*4": "8", "9-6": "3"})
+    said: list[str] = []
+    summary = run(problems=changed, log=said.append)
+    assert (out / "rollouts.parquet").stat().st_mtime_ns == before
+    assert any("not sampled again" in line for line in said)
+    assert summary["overall"]["pass@1"] == pytest.approx(1 / 12)
+    assert summary["overall"]["pass@4"] == pytest.approx(1 / 3)
+    assert summary["rows"][1]["pass@1"] == pytest.approx(1 / 4)  # the source of 7+5
+
+
+def test_the_same_seed_gives_the_same_samples_and_another_seed_others(
+    run: Callable[..., dict[str, Any]], recipe: Recipe, tmp_path: Path
+) -> None:
+    def tokens(name: str, **changes: Any) -> list[list[int]]:
+        run(out=tmp_path / name, **changes)
+        return tables.read_table("rollouts", tmp_path / name / "rollouts.parquet")[
+            "token_ids"
+        ].to_list()
+
+    first = tokens("a")
+    assert tokens("b") == first
+    assert tokens("c", recipe=recipe.model_copy(update={"seed": 1})) != first
+
+
+def test_a_warm_engine_is_used_and_left_open(
+    run: Callable[..., dict[str, Any]], policy: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    engine = open_engine(recipe, policy)
+    try:
+        cold = run(out=tmp_path / "cold")
+        warm = run(out=tmp_path / "warm", engine=engine)
+        again = run(out=tmp_path / "again", engine=engine)  # it was not closed
+    finally:
+        engine.close()
+    assert cold == warm == again
+
+
+def test_greedy_takes_one_sample(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    said: list[str] = []
+    summary = run(temperature=0.0, log=said.append)
+    assert summary["samples"] == 1
+    assert any("one sample a problem" in line for line in said)
+    assert tables.read_table("rollouts", tmp_path / "out" / "rollouts.parquet").height == 3
+
+
+def test_another_evaluation_in_the_same_folder_is_refused(
+    run: Callable[..., dict[str, Any]], policy: str, tmp_path: Path
+) -> None:
+    run()
+    kept = (tmp_path / "out" / "summary.json").read_bytes()
+    other = tmp_path / "other"
+    _make_model(other, seed=1)
+    fewer = _problems(tmp_path / "fewer.parquet", {"7+5": "12"})
+    for changes, words in (
+        ({"temperature": 0.5}, "temperature was 1.0, is now 0.5"),
+        ({"samples": 2}, "samples was 4, is now 2"),
+        ({"policy": str(other)}, "other weights"),
+        ({"problems": fewer}, "other problems or prompts"),
+    ):
+        with pytest.raises(InputError, match=words):
+            run(**changes)
+    assert (tmp_path / "out" / "summary.json").read_bytes() == kept
+    assert run(temperature=0.5, force=True)["temperature"] == 0.5
+    assert (
+        run(temperature=0.5, policy_name=policy)["policy"] == policy
+    )  # another name for the same weights is no other evaluation
+
+
+def test_too_long_prompts_are_left_out_and_counted(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    some = _problems(tmp_path / "some.parquet", {"1+1+1+1+1+1+1+1+1+1": "10", "7+5": "12"})
+    summary = run(problems=some)
+    assert (summary["left_out"], summary["overall"]["problems"]) == (1, 1)
+    assert "1 problems with too long prompts" in str(format_table(summary).caption)
+
+
+def test_an_interrupted_evaluation_may_start_anew_with_other_settings(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    run()
+    (tmp_path / "out" / "rollouts.parquet").unlink()
+    assert run(samples=2, temperature=0.7)["overall"]["samples"] == 6
+
+
+def test_bad_input(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.parquet"
+    write("problems", empty, [])
+    repeated = tmp_path / "repeated.parquet"
+    rows = tables.read_table("problems", tmp_path / "problems.parquet")
+    pl.concat([rows, rows.head(1)]).write_parquet(repeated)
+    long = _problems(tmp_path / "long.parquet", {"1+1+1+1+1+1+1+1+1+1": "10"})
+    for changes, words in (
+        ({"problems": empty}, "no problems"),
+        ({"problems": repeated}, "7\\+5 is there more than once"),
+        ({"problems": long}, "max_prompt_tokens"),
+        ({"problems": tmp_path / "absent.parquet"}, "no such file"),
+        ({"policy": str(tmp_path / "absent")}, "no such policy"),
+        ({"samples": 0}, "at least"),
+    ):
+        with pytest.raises(InputError, match=words):
+            run(**changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fingerprint_tells_weights_and_not_places(policy: str, tmp_path: Path) -> None:
+    _make_model(tmp_path / "same", seed=0)
+    _make_model(tmp_path / "other", seed=1)
+    assert policy_fingerprint(str(tmp_path / "same")) == policy_fingerprint(policy)
+    assert policy_fingerprint(str(tmp_path / "other")) != policy_fingerprint(policy)
+    assert policy_fingerprint("org/a") != policy_fingerprint("org/b")
+
+
+def test_metrics_are_flat_and_by_source_where_there_are_several(
+    run: Callable[..., dict[str, Any]],
+) -> None:
+    summary = run()
+    metrics = evaluation_metrics("heldout", summary)
+    assert metrics["eval/heldout/pass@1"] == summary["overall"]["pass@1"]
+    assert metrics["eval/heldout/pass@1_low"] == summary["overall"]["low"]
+    assert metrics["eval/heldout/pass@4_high"] == summary["overall"]["pass@4_high"]
+    assert metrics["eval/heldout/sums/tokens"] == summary["rows"][1]["tokens"]
+    alone = evaluation_metrics("heldout", summary | {"rows": summary["rows"][:1]})
+    assert all(key.count("/") == 2 for key in alone)

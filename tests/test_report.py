@@ -1,0 +1,309 @@
+"""The HTML report and the text curve."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo_cli import charts, tables
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.report import evaluation_names, learning_curve, replay_start, series, write_report
+from exgrpo_cli.rundir import RunDir
+from sample_run import HOSTILE, make_evaluation, make_metrics, make_run, make_tables, write
+
+_VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what the tests ask for."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts[self.open[-1]][-1] += data
+
+    def labels(self) -> list[str]:
+        return [attrs["aria-label"] or "" for tag, attrs in self.tags if tag == "svg"]
+
+
+def _page(run: RunDir) -> Page:
+    return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+def test_report_of_a_run_has_every_chart_and_says_its_numbers(tmp_path: Path) -> None:
+    page = _page(make_run(tmp_path / "run", 12))
+    titles = page.texts["h3"]
+    for title in (
+        "Held-out accuracy",
+        "Success rate of the rollouts",
+        "Buckets",
+        "Pool",
+        "Entropy",
+        "Response length",
+        "Gradient norm",
+        "Age of experience",
+        "Time",
+    ):
+        assert title in titles
+    assert (
+        "Held-out accuracy. heldout: 24% at step 0, 64% at step 12" in page.labels()
+    )  # for those who do not see the curve
+    assert any("dashed: replay starts at step 3" in text for text in page.texts["p"])
+    assert "60.0% [56.0%, 65.0%]" in page.texts["td"]
+    assert {"sums", "others"} <= set(page.texts["td"])
+    assert "train.learning_rate" in page.texts["td"]  # changed from its default
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    root = tmp_path / "<script>alert(0)<"
+    run = make_run(root, 2, HOSTILE)
+    html = write_report(run).read_text(encoding="utf-8")
+    page = Page(html)
+    assert not {"script", "img", "iframe", "object", "link"} & {tag for tag, _ in page.tags}
+    assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+    assert any(HOSTILE in text for text in page.texts["pre"])
+    assert root.name in page.texts["h1"][0]
+    policy = next(a["content"] for _, a in page.tags if "http-equiv" in a)
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    assert not re.search(
+        r"(src|href)\s*=|url\(|@import",
+        re.sub(r"<pre>.*?</pre>|<summary>.*?</summary>", "", html, flags=re.S),
+    )
+
+
+def test_hostile_metric_and_evaluation_names_stay_text(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    name = '"><script>x</script>'
+    run.record(0, "evaluate", {f"eval/{name}/pass@1": 0.5})
+    page = _page(run)
+    assert "script" not in page.texts
+    assert name in page.texts["td"]
+
+
+def test_report_of_a_single_step(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make_metrics(run, 1)
+    (tmp_path / "metrics" / "step-00001" / "evaluate-heldout.json").unlink()
+    run.record(0, "train", {"train/grad_norm": 0.5})
+    page = _page(run)
+    assert "Held-out accuracy. heldout: 24% at step 0" in page.labels()
+    assert "Gradient norm. gradient norm: 0.5 at step 0" in page.labels()
+    assert "nan" not in " ".join(attrs.get("d") or "" for _, attrs in page.tags).lower()
+
+
+def test_report_of_an_empty_directory(tmp_path: Path) -> None:
+    page = _page(RunDir(tmp_path / "new"))
+    assert "no metrics yet" in page.texts["small"]
+    assert "svg" not in page.texts
+
+
+@pytest.mark.parametrize(
+    "kept", ["time/rollout", "pool/bucket_hard", "train/entropy", "eval/heldout/pass@1"]
+)
+def test_missing_metrics_leave_their_charts_out(tmp_path: Path, kept: str) -> None:
+    run = RunDir(tmp_path)
+    for step in range(3):
+        run.record(step, "stage", {kept: 0.25 * (step + 1), "train/grad_norm": None})
+    assert len(_page(run).labels()) == 1
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    values = [0.5, float("nan"), float("inf"), None, "high", 0.75]
+    lines = [json.dumps({"step": i, "train/grad_norm": v}) for i, v in enumerate(values)]
+    tables.write_text(run.metrics, "\n".join(lines))
+    assert series(run.read_metrics(), "train/grad_norm") == [(0, 0.5), (5, 0.75)]
+    assert "Gradient norm. gradient norm: 0.5 at step 0, 0.75 at step 5" in _page(run).labels()
+
+
+def test_examples_show_one_of_each_kind_with_gold_and_answer(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make_tables(run, 4)
+    page = _page(run)
+    assert list(page.texts["b"]) == [
+        "right",
+        "right",
+        "wrong",
+        "wrong",
+        *sorted(["cut off", "no answer"], key=page.texts["b"].index),
+        "replayed",
+    ]
+    assert "7+5=12; \\boxed{12}" in page.texts["pre"]
+    facts = "".join(page.texts["dd"])
+    assert "13" in facts
+    replayed = page.texts["small"][-1]
+    assert "collected in step 4" in replayed
+    assert "best of 2" in replayed
+
+
+def test_examples_without_their_problems_and_with_a_long_response(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make_tables(run, 0)
+    run.problems.unlink()
+    file = run.rollouts(0) / tables.part_name(0, 2)
+    rows = tables.read_table("rollouts", file).to_dicts()
+    rows[0]["text"] = "a" * 50_000 + "the end \\boxed{12}"
+    write("rollouts", file, rows)
+    html = write_report(run).read_text(encoding="utf-8")
+    assert "characters left out" in html
+    assert "the end \\boxed{12}" in html  # where the answer is
+    assert len(html) < 60_000
+
+
+def test_evaluations_fall_back_to_the_metrics(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make_metrics(run, 6)
+    assert "64.0% [60.0%, 69.0%]" in _page(run).texts["td"]
+    make_evaluation(run, 6)
+    assert "60.0% [56.0%, 65.0%]" in _page(run).texts["td"]
+
+
+def test_a_recipe_of_another_version_is_still_shown(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    tables.write_text(run.recipe, "no_longer_known = 3\n")
+    assert "no_longer_known = 3\n" in _page(run).texts["pre"]
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    part = run.rollouts(1) / tables.part_name(1, 2)
+    whole = part.read_bytes()
+    part.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="rollouts"):
+        write_report(run)
+    part.write_bytes(whole)
+    run.metrics.write_text('{"step": 0}\n{"step"')
+    with pytest.raises(InputError, match=r"metrics\.jsonl"):
+        write_report(run)
+    run.metrics.unlink()
+    (run.evaluation(2, "heldout") / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match=r"summary\.json"):
+        write_report(run)
+    assert not run.report.exists()
+
+
+def test_long_runs_stay_small(tmp_path: Path) -> None:
+    lines = [{"step": i, "train/entropy": i % 7, "time/train": 1.0} for i in range(20_000)]
+    run = RunDir(tmp_path)
+    tables.write_text(run.metrics, "\n".join(json.dumps(line) for line in lines))
+    assert write_report(run).stat().st_size < 100_000
+
+
+def test_sources_of_a_set_get_a_chart_of_their_own(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    metrics = {
+        "eval/test/pass@1": 0.5,
+        "eval/test/aime/24/pass@1": 0.3,
+        "eval/test/math/pass@1": 0.7,
+    }
+    run.record(0, "evaluate", metrics)
+    assert evaluation_names(run.read_metrics()) == ["test"]
+    assert "test by source. test/aime/24: 30% at step 0; test/math: 70% at step 0" in (
+        _page(run).labels()
+    )
+
+
+def test_replay_start() -> None:
+    assert replay_start([{"step": 0, "replay/started": 0}, {"step": 1, "replay/started": 1}]) == 1
+    assert replay_start([{"step": 0, "replay/started": 0}, {"step": 1}]) is None
+
+
+# --- the curve as text ----------------------------------------------------------------------------
+
+
+def test_learning_curve_in_text() -> None:
+    metrics = [
+        {"step": 0, "eval/h/pass@1": 0.25, "eval/h/pass@1_low": 0.2, "eval/h/pass@1_high": 0.3},
+        {"step": 1, "success_rate": 0.3},
+        {"step": 10, "eval/h/pass@1": 1.0, "eval/h/pass@1_low": 1.0, "eval/h/pass@1_high": 1.0},
+    ]
+    head, first, last = learning_curve(metrics, width=20).splitlines()
+    assert head.startswith("h pass@1")
+    assert first == "step     0  0.250 [0.200, 0.300]  ████▓░"
+    assert last == "step    10  1.000 [1.000, 1.000]  " + "█" * 20
+
+
+def test_learning_curve_without_evaluations_shows_the_success_rate() -> None:
+    metrics = [{"step": i, "success_rate": i / 100} for i in range(100)]
+    lines = learning_curve(metrics).splitlines()
+    assert len(lines) == 31
+    assert lines[1].startswith("step     0  0.000")
+    assert lines[-1].startswith("step    99  0.990")
+    assert learning_curve([]) == ""
+
+
+# --- charts ---------------------------------------------------------------------------------------
+
+_values = st.floats(-1e6, 1e6).map(lambda v: round(v, 6))
+
+
+@given(st.lists(_values, min_size=1, max_size=60))
+def test_lines_stay_inside_their_plot(values: list[float]) -> None:
+    html = charts.line_chart("t", "n", [("a", list(enumerate(values)))])
+    Page(html)
+    for path in re.findall(r'class="(?:line|dot)[^"]*" d="M([^"]*)"', html):
+        for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path):
+            assert -0.1 <= float(x) <= 1000.1
+            assert -0.1 <= float(y) <= 400.1
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=250).filter(any))
+def test_stacks_fill_what_they_count(values: list[float]) -> None:
+    layers = [("c0", "a", list(enumerate(values))), ("c1", "b", list(enumerate(values)))]
+    html = charts.stack_chart("t", "n", layers)
+    Page(html)
+    lower, upper = re.findall(r'class="area c\d" d="([^"]*)"', html)
+    columns = [
+        [(float(a), float(b)) for a, b in re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)", path)]
+        for path in (lower, upper)
+    ]
+    assert len(columns[0]) == min(len(values), -(-len(values) // -(-len(values) // 100)))
+    for (floor, middle), (second, top) in zip(*columns, strict=True):
+        assert floor == pytest.approx(400, abs=0.1)
+        assert second == middle
+        assert floor - middle == pytest.approx(middle - top, abs=0.2)  # equal layers, equal heights
+
+
+@given(_values, _values)
+def test_ticks_are_few_and_cover(one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    ticks = charts._ticks(low, high)
+    span = high - low or 1.0
+    assert ticks[0] <= low + 1e-6 * span
+    assert ticks[-1] >= high - 1e-6 * span
+    assert 2 <= len(ticks) <= 7
+
+
+def test_a_moving_mean_does_not_bend_a_straight_line() -> None:
+    line = [(float(i), 2.0 * i) for i in range(50)]
+    assert dict(charts._moving_mean(line, 9)) == pytest.approx(dict(line))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.25, "0.25"), (3.0, "3"), (0.30000000000000004, "0.3"), (1234, "1,234"), (2.5e6, "2.5M"),
+     (0.00025, "0.00025"), (-12.5, "-12.5"), (0, "0")],
+)  # fmt: skip
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert charts.number(value) == text
