@@ -62,6 +62,8 @@ def test_metrics_are_a_line_a_step_whatever_happens(tmp_path: Path) -> None:
     (tmp_path / "metrics/step-00001/train.json").write_text(json.dumps({"train/loss": 2.0}))
     run.record(2, "curate", {"reward/mean": 0.75})
     assert [line.get("train/loss") for line in run.read_metrics()] == [1.5, 2.0, None]
-    run.metrics.unlink()
+    run.metrics.write_text("{half a line")
+    with pytest.raises(InputError, match="line 1 is damaged"):
+        run.read_metrics()
     run.record(2, "curate", {"reward/mean": 0.75})
     assert len(run.read_metrics()) == 3

@@ -37,6 +37,8 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
         debug = os.environ.get("EXGRPO_DEBUG") == "1"
         try:
             function(*args, **kwargs)
+        except typer.Exit:
+            raise
         except KeyboardInterrupt:
             to_stderr("exgrpo: interrupted; what was finished is kept, the same command goes on")
             raise SystemExit(130) from None
@@ -647,8 +649,7 @@ def evaluate(
 
     from exgrpo_cli.stages.evaluate import format_table
 
-    for name, summary in summaries.items():
-        Console().print(f"{name}: {summary['policy']}")
+    for summary in summaries.values():
         Console().print(format_table(summary))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,6 +42,7 @@ def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]
         evaluate_step(run, 0, recipe, engine.at, log)
         for step in range(recipe.loop.steps):
             if run.policy(step + 1).is_dir():
+                train_step(run, step, recipe, log)  # is done; but were its metrics recorded?
                 evaluate_step(run, step + 1, recipe, engine.at, log)
                 continue
             finished = _iterate(run, step, recipe, engine, log)
@@ -167,6 +167,8 @@ def evaluate_set(
     recipe: Recipe,
     engine_at: Callable[[str], Engine],
     log: Log,
+    *,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Evaluate a run's policy of a step on one problem set and record the metrics.
 
@@ -178,6 +180,7 @@ def evaluate_set(
         recipe: ``evaluate``, ``rollout`` and ``model``.
         engine_at: gives an engine that holds a policy.
         log: gets a line with the result.
+        force: import the problems and evaluate again.
 
     Returns:
         The summary of :func:`exgrpo_cli.stages.evaluate.evaluate`.
@@ -186,7 +189,7 @@ def evaluate_set(
 
     problems = run.root / "evaluations" / f"{name}.parquet"
     policy = run.policy_path(step, recipe.model.path)
-    if not problems.exists():
+    if force or not problems.exists():
         import_into(problems, source, recipe, recipe.model.path, log, name=name)
     summary = evaluate(
         policy=policy,
@@ -199,6 +202,7 @@ def evaluate_set(
         max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
         engine=engine_at(policy),
         step=step,
+        force=force,
         log=log,
     )
     run.record(step, f"evaluate-{name}", evaluation_metrics(name, summary))
@@ -229,14 +233,12 @@ def evaluate_sets(
     try:
         for name, source in sets.items():
             done = run.evaluation(step, name) / "summary.json"
-            if force:
-                shutil.rmtree(done.parent, ignore_errors=True)
-            if done.exists():
+            if done.exists() and not force:
                 summaries[name] = json.loads(done.read_text(encoding="utf-8"))
                 log(f"step {step}: {name} was evaluated before ({done}); --force does it again")
             else:
                 summaries[name] = evaluate_set(
-                    run, step, name, Path(source), recipe, engine.at, log
+                    run, step, name, Path(source), recipe, engine.at, log, force=force
                 )
     finally:
         engine.close()
@@ -253,11 +255,8 @@ def evaluate_loose(
     """
     from exgrpo_cli.stages.evaluate import evaluate
 
-    if force:
-        shutil.rmtree(out, ignore_errors=True)
     problems = out / "problems.parquet"
-    if not problems.exists():
-        import_into(problems, source, recipe, None, log)
+    import_into(problems, source, recipe, None, log)  # evaluate refuses what changed in between
     return evaluate(
         policy=policy,
         policy_name=policy,
@@ -267,6 +266,7 @@ def evaluate_loose(
         samples=recipe.evaluate.samples,
         temperature=recipe.evaluate.temperature,
         max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
+        force=force,
         log=log,
     )
 
@@ -344,7 +344,6 @@ def train_step(
     Raises:
         InputError: see :func:`exgrpo_cli.stages.train.train`.
     """
-    from exgrpo_cli.stages.curate import replay_on
     from exgrpo_cli.stages.train import train
 
     scores = run.scores(step)
@@ -362,9 +361,18 @@ def train_step(
         replay_started=replay_on(run, step),
         log=log,
     )
-    if not result.get("skipped"):
-        run.record(step, "train", result)
+    kept = run.root / "metrics" / step_name(step) / "train.json"
+    if "train/loss" in result and not (result.get("skipped") and kept.exists()):
+        run.record(step, "train", {k: v for k, v in result.items() if k.startswith("train/")})
     return result
+
+
+def replay_on(run: RunDir, step: int) -> bool:
+    """Whether replay had started by a step that is curated (the delayed start)."""
+    if not run.curation.exists():
+        return False
+    first = json.loads(run.curation.read_text(encoding="utf-8")).get("replay_from")
+    return first is not None and first <= step
 
 
 def _line(step: int, metrics: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ class VerifySettings(Section):
 
     timeout: float = Field(5.0, gt=0, description="hard limit for one answer, seconds")
     workers: int | None = Field(None, ge=1, description="worker processes; default: the cores")
-    memory_mb: int = Field(2048, ge=256, description="memory limit of a worker, MiB")
+    memory_mb: int = Field(2048, ge=256, description="memory a worker may take for an answer, MiB")
 
 
 class ScoreSettings(Section):

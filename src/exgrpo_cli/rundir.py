@@ -136,7 +136,10 @@ class RunDir:
         write_json(self.root / "metrics" / step_name(step) / f"{stage}.json", finite)
         # Lines of earlier steps stand; this step's, the one before (a kill may have come between
         # its two files) and any that are missing are made anew from the stages' files.
-        lines = {line["step"]: line for line in self.read_metrics()}
+        try:
+            lines = {line["step"]: line for line in self.read_metrics()}
+        except InputError:
+            lines = {}
         for number in self.steps("metrics"):
             if number in lines and number < step - 1:
                 continue
@@ -148,11 +151,26 @@ class RunDir:
         write_text(self.metrics, text)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``, in step order; empty before the first step."""
+        """The lines of ``metrics.jsonl``, in step order; empty before the first step.
+
+        Raises:
+            InputError: a line is not JSON with a step.
+        """
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
+        lines = []
+        text = self.metrics.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                value = json.loads(line)
+                int(value["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(
+                    f"{self.metrics}: line {number} is damaged; remove the file, and the next stage"
+                    " makes it anew"
+                ) from error
+            lines.append(value)
+        return lines
 
 
 def infer_step(run: RunDir, kind: str, mend: str) -> int:

@@ -60,8 +60,8 @@ def rollout(
         ``tokens_per_second``.
 
     Raises:
-        InputError: a plan of other problems, a prompt that is too long, top_p below 1, a policy
-            that cannot be opened.
+        InputError: a plan of other problems, an empty prompt, top_p below 1, a policy that cannot
+            be opened.
         StageError: the engine left a row out.
     """
     _check_sampling(recipe)
@@ -97,30 +97,34 @@ def rollout(
 
 
 def encode_prompts(
-    problems: pl.DataFrame, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+    problems: pl.DataFrame, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, log: Log = quiet
 ) -> dict[str, list[int]]:
-    """Prompt token ids of every problem.
+    """Prompt token ids of every problem whose prompt is not too long.
 
     Args:
         problems: columns ``problem_id`` and ``prompt``.
         tokenizer: the policy's.
         recipe: the template, and ``rollout.max_prompt_tokens``.
+        log: is told how many prompts were left out.
 
     Raises:
-        InputError: a prompt is empty or too long; the problem is named.
+        InputError: a prompt has no tokens; the problem is named.
     """
     encoded = {}
+    too_long = []
     for problem_id, prompt in problems.select("problem_id", "prompt").iter_rows():
         ids = render_prompt(prompt, tokenizer, recipe.model)
         if not ids:
             raise InputError(f"problem {problem_id}: its prompt has no tokens")
         if len(ids) > recipe.rollout.max_prompt_tokens:
-            raise InputError(
-                f"problem {problem_id}: its prompt has {len(ids)} tokens, more than"
-                f" rollout.max_prompt_tokens = {recipe.rollout.max_prompt_tokens}; raise it, or"
-                " leave such problems out with: exgrpo problems --policy POLICY"
-            )
-        encoded[problem_id] = ids
+            too_long.append(problem_id)
+        else:
+            encoded[problem_id] = ids
+    if too_long:
+        log(
+            f"{len(too_long)} prompts are longer than rollout.max_prompt_tokens ="
+            f" {recipe.rollout.max_prompt_tokens} and are left out (the first is {too_long[0]})"
+        )
     return encoded
 
 
@@ -252,6 +256,7 @@ def _sample_parts(
         ),
         tokenizer,
         recipe,
+        log,
     )
     requests: list[Request] = []
     rows: list[tuple[int, str, str, int]] = []  # part, problem_id, role, sample
@@ -259,6 +264,8 @@ def _sample_parts(
     for number, (group, _) in enumerate(parts):
         for q in group:
             problem_id, role, samples, _ = planned[q]
+            if problem_id not in encoded:
+                continue
             first = 1 if role == "replay" else 0  # sample 0 of a replay group is the replayed one
             for sample in range(first, first + samples):
                 seed = tables.row_seed(recipe.seed, step, problem_id, sample)
