@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def quiet_transformers() -> None:
+    """No progress bars, and errors alone, unless TRANSFORMERS_VERBOSITY says otherwise."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+
+
 def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBase:
     """The policy's tokenizer; an adapter's own, or its base model's.
 
@@ -106,6 +116,7 @@ def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBas
     from transformers import AutoTokenizer
 
     check_policy(path)
+    quiet_transformers()
     has_own = not is_adapter(path) or (Path(path) / "tokenizer_config.json").is_file()
     source = path if has_own else adapter_base(path)
     try:
@@ -137,6 +148,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     check_policy(path)
+    quiet_transformers()
     base = adapter_base(path) if is_adapter(path) else path
     options: dict[str, Any] = {}
     if settings.attention != "auto":

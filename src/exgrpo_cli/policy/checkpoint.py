@@ -1,0 +1,369 @@
+"""Saving policies and trainer state: safetensors and JSON, a whole folder at a time.
+
+A folder is written under a temporary name beside its place, fsynced and renamed, so one that
+exists is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.models import is_adapter, load_tokenizer
+from exgrpo_cli.recipe import ModelSettings
+from exgrpo_cli.tables import fsync
+
+_FORMAT = 1
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# What a tokenizer may consist of, and the code that comes with a model.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.tiktoken",
+    "*.model",
+    "*.py",
+)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside ``path`` that becomes ``path`` when the block succeeds.
+
+    All files in it are fsynced first. What lay at ``path`` is replaced. What an earlier, killed
+    writer of the same folder left behind is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{path.name}.*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    temporary.chmod(path.parent.stat().st_mode & 0o777)
+    try:
+        yield temporary
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                fsync(Path(folder) / name)
+            fsync(Path(folder))
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.replace(path)
+        fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# --- policies -----------------------------------------------------------------------------------
+
+
+def saved_dtype(path: str, trust_remote_code: bool = False) -> torch.dtype:
+    """The dtype of a policy's weights as its config names it; float32 where it names none.
+
+    An adapter's is float32: it is small, and trained in that.
+
+    Args:
+        path: a Hugging Face folder, an adapter folder, or a hub name.
+        trust_remote_code: for configurations that come with code.
+    """
+    if is_adapter(path):
+        return torch.float32
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return _DTYPES.get(str(found).removeprefix("torch."), torch.float32)
+
+
+def save_policy(
+    model: nn.Module,
+    tokenizer_source: str,
+    out: Path,
+    dtype: torch.dtype,
+    settings: ModelSettings | None = None,
+) -> None:
+    """Save a policy as a plain Hugging Face folder, or an adapter as a PEFT folder.
+
+    With it go the generation config and the tokenizer. An adapter names its base model by an
+    absolute path where that is a local folder.
+
+    Args:
+        model: a transformers model, or a ``peft.PeftModel``.
+        tokenizer_source: the folder whose tokenizer files are copied, or a hub name.
+        out: the folder; replaced when it exists.
+        dtype: of the saved weights.
+        settings: how to open a tokenizer that has to be saved anew (of a hub name).
+    """
+    model_any: Any = model
+    with atomic_folder(out) as folder:
+        if hasattr(model_any, "peft_config"):
+            _save_adapter(model_any, folder, dtype)
+        else:
+            _mend_generation_config(model_any)
+            model_any.save_pretrained(folder, state_dict=_cast(model.state_dict(), dtype))
+            _name_dtype(folder / "config.json", dtype)
+        _save_tokenizer(tokenizer_source, folder, settings or ModelSettings())
+
+
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating-point tensors in another dtype; those that share memory (tied) still do."""
+    cast: dict[tuple[int, torch.Size], Tensor] = {}
+    result = {}
+    for name, tensor in state.items():
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            result[name] = tensor
+            continue
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in cast:
+            cast[key] = tensor.detach().to(dtype)
+        result[name] = cast[key]
+    return result
+
+
+def _name_dtype(file: Path, dtype: torch.dtype) -> None:
+    """Put the dtype of the saved weights into the config; it holds that of the live model."""
+
+    def rename(values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if key in ("dtype", "torch_dtype") and value is not None:
+                values[key] = str(dtype).removeprefix("torch.")
+            elif isinstance(value, dict) and key.endswith("_config"):
+                rename(value)
+
+    config = json.loads(file.read_text(encoding="utf-8"))
+    rename(config)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _mend_generation_config(model: Any) -> None:
+    """Make a generation config savable: transformers loads contradictory ones, but refuses to
+    save them (such as a temperature without ``do_sample``), and no step may be lost to that."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+        return
+    except ValueError:
+        config.do_sample = True
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        from transformers import GenerationConfig
+
+        kept = ("bos_token_id", "eos_token_id", "pad_token_id")
+        model.generation_config = GenerationConfig(**{k: getattr(config, k, None) for k in kept})
+
+
+def _save_adapter(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    for config in model.peft_config.values():
+        base = config.base_model_name_or_path
+        if base and Path(base).is_dir():
+            config.base_model_name_or_path = str(Path(base).resolve())
+    # save_embedding_layers=False: adapters never resize embeddings here, and peft would ask the
+    # hub for the base model's vocabulary.
+    model.save_pretrained(
+        folder, state_dict=_cast(model.state_dict(), dtype), save_embedding_layers=False
+    )
+
+
+def _save_tokenizer(source: str, folder: Path, settings: ModelSettings) -> None:
+    own = Path(source)
+    if own.is_dir():
+        if is_adapter(source) and not (own / "tokenizer_config.json").is_file():
+            base = json.loads((own / "adapter_config.json").read_text(encoding="utf-8"))
+            _save_tokenizer(base["base_model_name_or_path"], folder, settings)
+            return
+        for pattern in _TOKENIZER_FILES:
+            for file in own.glob(pattern):
+                target = folder / file.name
+                if file.is_dir():
+                    shutil.copytree(file, target, dirs_exist_ok=True)
+                else:
+                    shutil.copyfile(file, target)
+        return
+    load_tokenizer(source, settings).save_pretrained(folder)
+
+
+# --- trainer state ------------------------------------------------------------------------------
+
+
+def save_trainer(
+    out: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    updates: int,
+    masters: bool,
+    metrics: Mapping[str, Any],
+) -> None:
+    """Save what the next step needs beside the policy.
+
+    ``trainer.json`` holds the counters and the metrics of the step that made it;
+    ``optimizer.safetensors`` the optimizer's tensors as ``PARAMETER/exp_avg`` and so on;
+    ``masters.safetensors`` the trained weights in float32, where the policy is saved in fewer
+    bits. Random numbers need no state: each step seeds its own from the recipe.
+
+    Args:
+        out: the folder; replaced when it exists.
+        model: the policy.
+        optimizer: over the trainable parameters of ``model``, in their order.
+        step: of the policy that was made, t + 1.
+        updates: optimizer updates done since the run began.
+        masters: whether to save the float32 weights.
+        metrics: JSON-able.
+    """
+    names = list(trainable(model))
+    state = optimizer.state_dict()["state"]
+    tensors = {
+        f"{name}/{key}": value.detach().cpu().contiguous()
+        for index, name in enumerate(names)
+        for key, value in state.get(index, {}).items()
+    }
+    with atomic_folder(out) as folder:
+        save_file(tensors, folder / "optimizer.safetensors")
+        if masters:
+            weights = {n: p.detach().cpu().contiguous() for n, p in trainable(model).items()}
+            save_file(weights, folder / "masters.safetensors")
+        description = {
+            "format": _FORMAT,
+            "step": step,
+            "updates": updates,
+            "optimizer": type(optimizer).__name__,
+            "parameters": len(names),
+            "metrics": dict(metrics),
+        }
+        text = json.dumps(description, indent=2, sort_keys=True, allow_nan=False) + "\n"
+        (folder / "trainer.json").write_text(text, encoding="utf-8")
+
+
+def load_trainer(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int
+) -> int:
+    """Bring optimizer and weights to where :func:`save_trainer` left them.
+
+    Args:
+        path: the folder.
+        model: the policy, as loaded from its own folder in float32; where the trainer state has
+            float32 masters, they replace its weights.
+        optimizer: fresh, over the trainable parameters.
+        step: of the policy, t.
+
+    Returns:
+        Optimizer updates done since the run began.
+
+    Raises:
+        InputError: no such state, a damaged one, or one of another step or model.
+    """
+    description = read_trainer(path)
+    if description["step"] != step:
+        raise InputError(
+            f"{path}: this trainer state belongs to the policy of step {description['step']}, not"
+            f" to that of step {step}"
+        )
+    parameters = trainable(model)
+    tensors = _read_tensors(path / "optimizer.safetensors")
+    state: dict[int, dict[str, Tensor]] = {}
+    indices = {name: index for index, name in enumerate(parameters)}
+    for name, tensor in tensors.items():
+        parameter, _, key = name.rpartition("/")
+        if parameter not in indices or tensor.shape not in (
+            parameters[parameter].shape,
+            torch.Size(),
+        ):
+            raise InputError(f"{path}: {parameter} is not in this policy; it is another model's")
+        state.setdefault(indices[parameter], {})[key] = tensor
+    if description["parameters"] != len(parameters):
+        raise InputError(
+            f"{path}: {description['parameters']} parameters were trained, this policy has"
+            f" {len(parameters)}; it is another model's"
+        )
+    if (path / "masters.safetensors").exists():
+        _load_masters(path / "masters.safetensors", parameters)
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    return int(description["updates"])
+
+
+def read_trainer(path: Path) -> dict[str, Any]:
+    """The description in a trainer state: ``step``, ``updates``, ``metrics``, ...
+
+    Raises:
+        InputError: no such state, or not one.
+    """
+    file = path / "trainer.json"
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no trainer state (trainer.json is missing)") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(description, dict) or description.get("format") != _FORMAT:
+        raise InputError(f"{file}: not a trainer state of format {_FORMAT}")
+    return description
+
+
+def _load_masters(file: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    masters = _read_tensors(file)
+    if masters.keys() != parameters.keys():
+        raise InputError(f"{file}: holds other weights than this policy has")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            master = masters[name].to(parameter.device)
+            if master.shape != parameter.shape:
+                raise InputError(f"{file}: {name} has another shape than in this policy")
+            # The policy is the masters rounded: at most a unit in the last place of bfloat16.
+            if not torch.allclose(master, parameter.float(), rtol=2**-7, atol=1e-6):
+                raise InputError(f"{file}: {name} differs from the policy's; not its trainer state")
+            parameter.copy_(master)
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(str(file), framework="pt") as reader:
+            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise InputError(f"{file}: missing from this trainer state") from None
+    except Exception as error:  # safetensors raises its own kind on a damaged file
+        raise InputError(f"{file}: not a readable safetensors file: {error}") from error
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name, in the model's order (tied ones once)."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def prune_trainers(latest: Path, keep: int) -> list[Path]:
+    """Remove old trainer states beside the latest, so that ``keep`` remain.
+
+    Only folders named ``step-00007`` and so on are looked at, and none after the latest.
+
+    Returns:
+        What was removed.
+    """
+    older = sorted(
+        path
+        for path in latest.parent.glob("step-*")
+        if re.fullmatch(r"step-\d{5,}", path.name) and path.name <= latest.name and path.is_dir()
+    )
+    removed = older[: max(len(older) - keep, 0)]
+    for path in removed:
+        shutil.rmtree(path)
+    return removed

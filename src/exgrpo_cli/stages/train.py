@@ -1,0 +1,547 @@
+"""The train stage: one step of the mixed-policy objective, from files to the next policy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exgrpo_cli import tables
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.tables import row_seed
+
+if TYPE_CHECKING:
+    import polars as pl
+    import torch
+    from transformers import PreTrainedModel
+
+    from exgrpo_cli.policy.update import Group, Row, StepResult, Terms
+
+Paths = Path | Sequence[Path]
+"""A file, a folder of parts, or several of either."""
+
+
+def train(
+    *,
+    rollouts: Paths,
+    verdicts: Paths,
+    scores: Paths | None,
+    curated: Paths | None,
+    policy: str,
+    trainer: Path | None,
+    out_policy: Path,
+    out_trainer: Path,
+    step: int,
+    recipe: Recipe,
+    replay_started: bool,
+    log: Log | None = None,
+) -> dict[str, Any]:
+    """Update the policy of step t on the mixed batch of step t.
+
+    The batch: a fresh question's rollouts are a group; a replay question's rollouts and its
+    curated trajectory (first, with reward 1) are a group whose advantages come from all its
+    rewards together. A replay question without a curated trajectory is a fresh group.
+
+    The result follows from the files and the recipe alone: on a CPU a step that was killed and is
+    run again gives the same bits. ``out_trainer`` is written first, then ``out_policy``, each
+    whole; where ``out_policy`` exists the step is done and nothing is run.
+
+    Args:
+        rollouts: the step's ``rollouts``, from the policy being trained.
+        verdicts: their ``verdicts``; one for each rollout, and no others.
+        scores: their ``scores`` under that policy, for the old log-probabilities (``replay-*``
+            parts are not read); None: computed here where they are needed.
+        curated: the step's ``curated`` trajectories; None for none.
+        policy: a Hugging Face folder, an adapter folder, or a hub name.
+        trainer: the trainer state that belongs to ``policy``; None starts a fresh optimizer.
+        out_policy: the next policy's folder.
+        out_trainer: the trainer state that belongs to it.
+        step: t.
+        recipe: ``objective``, ``train``, ``lora``, ``model``, ``seed`` and ``rollout``'s
+            temperature.
+        replay_started: whether replay is on in this step; decides ``objective.clip = "auto"``.
+        log: gets plain lines.
+
+    Returns:
+        Metrics by name; None where there is no finite value.
+
+        - ``train/loss``: mean over the updates of what was minimised.
+        - ``train/on_policy_loss``, ``train/off_policy_loss``, ``train/ratio_mean``,
+          ``train/ratio_max``, ``train/clip_fraction``, ``train/shaped_ratio_mean``,
+          ``train/kl_old``, ``train/kl_replayed``: see
+          :func:`exgrpo_cli.policy.objective.summarise`.
+        - ``train/entropy``: token mean, nats. ``train/kl_reference``: token mean of the k3 KL,
+          when ``objective.kl`` is set.
+        - ``train/sampling_logp_difference_mean``, ``..._max``: |engine's minus trainer's
+          log-probability| of fresh tokens.
+        - ``train/grad_norm``: mean over updates, before clipping. ``train/updates``,
+          ``train/skipped_updates``, ``train/learning_rate``.
+        - ``train/rows``, ``train/replayed_rows``, ``train/groups``,
+          ``train/zero_advantage_groups``, ``train/tokens`` (response tokens of all rows).
+        - ``train/seconds`` (the whole stage), ``train/tokens_per_second`` (of the updates),
+          ``train/peak_memory_mb`` (of the GPU, or of the process).
+
+        Token means are over the rows that were run: those without advantage are left out when
+        neither entropy bonus nor KL needs them. When the step was done before, ``skipped`` is True
+        and its metrics stand beside it, as far as ``out_trainer`` still has them.
+
+    Raises:
+        InputError: bad files, files of different steps or policies, a missing trainer state, or
+            settings that cannot train.
+    """
+    say = log or quiet
+    started = time.monotonic()
+    if out_policy.exists():
+        from exgrpo_cli.policy.checkpoint import read_trainer
+
+        kept = read_trainer(out_trainer)["metrics"] if out_trainer.is_dir() else {}
+        return {"skipped": True, "policy": str(out_policy)} | kept
+    _check_settings(recipe)
+    _check_trainer(trainer, step)
+
+    from exgrpo_cli.models import check_policy, resolve_device
+
+    check_policy(policy)
+    device = resolve_device(recipe.train.device)
+    groups = _read_groups(rollouts, verdicts, scores, curated, step, recipe)
+    terms = _terms(recipe, replay_started)
+    with _seeded(row_seed(recipe.seed, "train", step), device):
+        metrics = _train(
+            groups,
+            terms,
+            policy,
+            trainer,
+            out_policy,
+            out_trainer,
+            step,
+            recipe,
+            device,
+            say,
+            started,
+        )
+    return metrics
+
+
+def _train(
+    groups: list[Group],
+    terms: Terms,
+    policy: str,
+    trainer: Path | None,
+    out_policy: Path,
+    out_trainer: Path,
+    step: int,
+    recipe: Recipe,
+    device: torch.device,
+    log: Log,
+    started: float,
+) -> dict[str, Any]:
+    import torch
+
+    from exgrpo_cli.policy import checkpoint
+    from exgrpo_cli.policy.logprobs import check_rows, open_head
+    from exgrpo_cli.policy.update import make_optimizer, run_updates
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    if recipe.objective.kl > 0:
+        groups = _with_reference(groups, terms, recipe, device, log)
+    log(f"train step {step}: opening {policy} on {device}")
+    model = _open_policy(policy, recipe, device)
+    head = open_head(model)
+    rows = [row for group in groups for row in group]
+    check_rows(
+        [row.prompt_ids for row in rows],
+        [row.token_ids for row in rows],
+        head.vocabulary,
+        [f"rollout {row.rollout_id}" for row in rows],
+    )
+    optimizer = make_optimizer(model, recipe.train)
+    done = 0
+    if trainer is not None and trainer.exists():
+        done = checkpoint.load_trainer(trainer, model, optimizer, step=step)
+    log(
+        f"train step {step}: {len(rows)} rows ({sum(row.replayed for row in rows)} replayed) in"
+        f" {len(groups)} groups, clipping {'off' if terms.clip is None else 'on'}"
+    )
+    at = time.monotonic()
+    result = run_updates(
+        head,
+        groups,
+        terms,
+        optimizer,
+        recipe.train,
+        seed=row_seed(recipe.seed, "train", step),
+        done=done,
+        log=lambda line: log(f"train step {step}: {line}"),
+    )
+    seconds = time.monotonic() - at
+    metrics = _metrics(result, groups, seconds, device)
+    metrics["train/seconds"] = time.monotonic() - started
+    dtype = _save_dtype(policy, recipe)
+    checkpoint.save_trainer(
+        out_trainer,
+        model,
+        optimizer,
+        step=step + 1,
+        updates=result.total_updates,
+        masters=dtype != torch.float32,
+        metrics=metrics,
+    )
+    checkpoint.save_policy(model, policy, out_policy, dtype, recipe.model)
+    if recipe.train.keep is not None:
+        checkpoint.prune_trainers(out_trainer, recipe.train.keep)
+    return metrics
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+def _check_settings(recipe: Recipe) -> None:
+    if recipe.rollout.temperature <= 0:
+        raise InputError(
+            "rollout.temperature is 0; training needs sampled rollouts: set it above 0"
+        )
+    if recipe.rollout.top_p != 1.0:
+        raise InputError(
+            f"rollout.top_p is {recipe.rollout.top_p}; it must be 1 in training: cutting the"
+            " distribution biases the ratios"
+        )
+
+
+def _check_trainer(trainer: Path | None, step: int) -> None:
+    if trainer is not None and step > 0 and not trainer.is_dir():
+        raise InputError(
+            f"{trainer}: no trainer state for step {step}; train step {step - 1} first, or give"
+            " no trainer state to start the optimizer afresh"
+        )
+
+
+def _terms(recipe: Recipe, replay_started: bool) -> Terms:
+    from exgrpo_cli.policy.objective import Clip
+    from exgrpo_cli.policy.update import Terms
+
+    settings = recipe.objective
+    on = not replay_started if settings.clip == "auto" else settings.clip == "on"
+    return Terms(
+        settings=settings,
+        clip=Clip(settings.clip_low, settings.clip_high) if on else None,
+        length_divisor=recipe.length_divisor,
+        temperature=recipe.rollout.temperature,
+    )
+
+
+def _save_dtype(policy: str, recipe: Recipe) -> torch.dtype:
+    import torch
+
+    from exgrpo_cli.policy.checkpoint import saved_dtype
+
+    name = recipe.train.save_dtype
+    if name != "auto":
+        return {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+        }[name]
+    if recipe.lora.enabled:
+        return torch.float32
+    return saved_dtype(policy, recipe.model.trust_remote_code)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """torch's random numbers from a seed inside the block, and as they were after it."""
+    import torch
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+# --- models ---------------------------------------------------------------------------------
+
+
+def _open_policy(policy: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    """The policy with its trained parameters in float32 and everything else frozen."""
+    import torch
+
+    from exgrpo_cli.models import is_adapter, load_model, resolve_dtype
+
+    lora = recipe.lora
+    if is_adapter(policy) and not lora.enabled:
+        raise InputError(
+            f"{policy}: this policy is an adapter and lora.enabled is false; set it to true to"
+            " train the adapter on, or merge it into its base model first"
+        )
+    # A frozen base may be in few bits; what is trained is kept in float32.
+    dtype = resolve_dtype(recipe.model.dtype, device) if lora.enabled else torch.float32
+    model: Any = load_model(policy, recipe.model, device, dtype)
+    if is_adapter(policy):
+        model.set_adapter(model.active_adapter)
+    elif lora.enabled:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.targets[0] if lora.targets == ["all-linear"] else lora.targets,
+        )
+        try:
+            model = get_peft_model(model, config)
+        except ValueError as error:
+            raise InputError(f"lora.targets = {lora.targets}: {error}") from error
+    if recipe.train.gradient_checkpointing:
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _with_reference(
+    groups: list[Group], terms: Terms, recipe: Recipe, device: torch.device, log: Log
+) -> list[Group]:
+    """Every row with its log-probabilities under the reference policy."""
+    from exgrpo_cli.models import load_model, resolve_dtype
+    from exgrpo_cli.policy.logprobs import score_sequences
+    from exgrpo_cli.policy.update import autocast
+
+    path = recipe.objective.reference or recipe.model.path
+    if not path:
+        raise InputError("objective.kl needs a reference: set objective.reference or model.path")
+    log(f"scoring the batch under the reference policy {path}")
+    model = load_model(path, recipe.model, device, resolve_dtype(recipe.model.dtype, device))
+    rows = [row for group in groups for row in group]
+    with autocast(device, recipe.train.autocast):
+        scored = score_sequences(
+            model,
+            [row.prompt_ids for row in rows],
+            [row.token_ids for row in rows],
+            terms.temperature,
+            recipe.train.tokens_per_microbatch,
+        )
+    found = iter(scored)
+    return [[replace(row, reference=next(found)[0]) for row in group] for group in groups]
+
+
+# --- the batch ------------------------------------------------------------------------------
+
+
+def _named(paths: Paths) -> str:
+    return str(paths) if isinstance(paths, Path) else ", ".join(str(path) for path in paths)
+
+
+def _read_groups(
+    rollouts: Paths,
+    verdicts: Paths,
+    scores: Paths | None,
+    curated: Paths | None,
+    step: int,
+    recipe: Recipe,
+) -> list[Group]:
+    """The mixed batch: groups in an order that does not depend on parts, advantages set."""
+    import torch
+
+    from exgrpo_cli.policy.objective import group_advantages
+    from exgrpo_cli.policy.update import Row
+
+    fresh = _read_rollouts(rollouts, step)
+    rewards = _read_rewards(verdicts, fresh["rollout_id"].to_list(), rollouts)
+    old = {} if scores is None else _read_scores(scores, fresh, step, rollouts)
+    past = [] if curated is None else _read_curated(curated, step)
+
+    members: dict[tuple[str, str], list[tuple[Row, float]]] = {}
+    for row in fresh.sort("problem_id", "role", "sample").iter_rows(named=True):
+        logprobs = old.get(row["rollout_id"])
+        member = Row(
+            rollout_id=row["rollout_id"],
+            prompt_ids=row["prompt_ids"],
+            token_ids=row["token_ids"],
+            advantage=0.0,
+            replayed=False,
+            old=None if logprobs is None else torch.tensor(logprobs, dtype=torch.float32),
+            sampler=torch.tensor(row["logprobs"], dtype=torch.float32),
+        )
+        group = members.setdefault((row["problem_id"], row["role"]), [])
+        group.append((member, rewards[row["rollout_id"]]))
+    for row in past:
+        key = (row["problem_id"], "replay")
+        if key not in members and recipe.rollout.samples > 1:
+            assert curated is not None
+            raise InputError(
+                f"{_named(curated)}: question {row['problem_id']} has a curated trajectory but no"
+                f" replay rollouts in {_named(rollouts)}; they are of different plans"
+            )
+        member = Row(
+            rollout_id=row["rollout_id"],
+            prompt_ids=row["prompt_ids"],
+            token_ids=row["token_ids"],
+            advantage=0.0,
+            replayed=True,
+            old=torch.tensor(row["logprobs"], dtype=torch.float32),
+        )
+        members.setdefault(key, []).insert(0, (member, 1.0))
+
+    ordered = [members[key] for key in sorted(members)]
+    values = torch.tensor([r for group in ordered for _, r in group], dtype=torch.float64)
+    index = torch.tensor([i for i, group in enumerate(ordered) for _ in group])
+    advantages = iter(group_advantages(values, index, recipe.objective.divide_by_std).tolist())
+    return [[replace(row, advantage=next(advantages)) for row, _ in group] for group in ordered]
+
+
+def _read_rollouts(paths: Paths, step: int) -> pl.DataFrame:
+    columns = [
+        "rollout_id", "step", "problem_id", "sample", "role", "policy", "prompt_ids", "token_ids",
+        "logprobs",
+    ]  # fmt: skip
+    data = tables.read_table("rollouts", paths, columns)
+    name = _named(paths)
+    if data.is_empty():
+        raise InputError(f"{name}: no rollouts; there is nothing to train on")
+    _refuse_repeats(data, ["rollout_id"], name)
+    _refuse_other_steps(data, step, name)
+    policies = data["policy"].unique().sort().to_list()
+    if len(policies) > 1:
+        raise InputError(
+            f"{name}: rollouts of the policies {policies[0]} and {policies[1]} lie together"
+        )
+    return data
+
+
+def _read_rewards(paths: Paths, ids: list[str], rollouts: Paths) -> dict[str, float]:
+    data = tables.read_table("verdicts", paths, ["rollout_id", "reward"])
+    name = _named(paths)
+    _refuse_repeats(data, ["rollout_id"], name)
+    rewards = dict(zip(data["rollout_id"].to_list(), data["reward"].to_list(), strict=True))
+    known = set(ids)
+    for rollout_id in ids:
+        if rollout_id not in rewards:
+            raise InputError(
+                f"{name}: no verdict on rollout {rollout_id} of {_named(rollouts)}; run verify"
+            )
+    for rollout_id, reward in rewards.items():
+        if rollout_id not in known:
+            raise InputError(
+                f"{name}: a verdict on rollout {rollout_id}, which is not in {_named(rollouts)};"
+                " they are of different steps or runs"
+            )
+        if not math.isfinite(reward):
+            raise InputError(f"{name}: the reward of rollout {rollout_id} is {reward}")
+    return rewards
+
+
+def _read_scores(
+    paths: Paths, rollouts: pl.DataFrame, step: int, rollouts_path: Paths
+) -> dict[str, list[float]]:
+    """Log-probabilities of the rollouts under the policy that sampled them, by rollout."""
+    roots = [paths] if isinstance(paths, Path) else list(paths)
+    files = [file for root in roots for file in tables.parquet_files(root)]
+    files = [file for file in files if not file.name.startswith("replay-")]
+    data = tables.read_table("scores", files, ["rollout_id", "policy", "step", "logprobs"])
+    name = _named(paths)
+    data = data.filter(data["rollout_id"].is_in(rollouts["rollout_id"].to_list()))
+    _refuse_repeats(data, ["rollout_id", "policy"], name)
+    own = data.filter(data["policy"] == rollouts["policy"][0])
+    found = dict(zip(own["rollout_id"].to_list(), own["logprobs"].to_list(), strict=True))
+    for rollout_id, token_ids in rollouts.select("rollout_id", "token_ids").iter_rows():
+        if rollout_id not in found:
+            raise InputError(
+                f"{name}: no score of rollout {rollout_id} under its policy"
+                f" {rollouts['policy'][0]}; run score for step {step}, or train without scores"
+            )
+        if len(found[rollout_id]) != len(token_ids):
+            raise InputError(
+                f"{name}: rollout {rollout_id} has {len(found[rollout_id])} logprobs, but"
+                f" {len(token_ids)} tokens in {_named(rollouts_path)}; run score again"
+            )
+    return found
+
+
+def _read_curated(paths: Paths, step: int) -> list[dict[str, Any]]:
+    columns = ["step", "problem_id", "rollout_id", "prompt_ids", "token_ids", "logprobs"]
+    data = tables.read_table("curated", paths, columns)
+    _refuse_other_steps(data, step, _named(paths))
+    _refuse_repeats(data, ["problem_id"], _named(paths))
+    return data.sort("problem_id").to_dicts()
+
+
+def _refuse_repeats(data: pl.DataFrame, columns: list[str], name: str) -> None:
+    repeated = data.filter(data.select(columns).is_duplicated())
+    if not repeated.is_empty():
+        raise InputError(
+            f"{name}: {columns[0]} {repeated[columns[0]][0]} is there more than once; are parts of"
+            " two divisions lying together?"
+        )
+
+
+def _refuse_other_steps(data: pl.DataFrame, step: int, name: str) -> None:
+    other = data.filter(data["step"] != step)
+    if not other.is_empty():
+        raise InputError(
+            f"{name}: rollout {other['rollout_id'][0]} is of step {other['step'][0]}, not of step"
+            f" {step}"
+        )
+
+
+# --- metrics --------------------------------------------------------------------------------
+
+
+def _metrics(
+    result: StepResult, groups: list[Group], seconds: float, device: torch.device
+) -> dict[str, Any]:
+    from exgrpo_cli.policy.objective import summarise
+
+    rows = [row for group in groups for row in group]
+    tokens = sum(len(row.token_ids) for row in rows)
+    sums = result.sums
+
+    def mean(name: str, count: str) -> float | None:
+        return sums[name] / sums[count] if sums.get(count) and name in sums else None
+
+    values: dict[str, float | None] = {
+        "loss": _finite_mean(result.losses),
+        **summarise(sums),
+        "entropy": mean("entropy", "tokens"),
+        "sampling_logp_difference_mean": mean("sampler_difference", "sampler_tokens"),
+        "sampling_logp_difference_max": sums.get("sampler_difference_max"),
+        "grad_norm": _finite_mean(result.norms),
+        "updates": result.updates,
+        "skipped_updates": result.skipped,
+        "learning_rate": result.learning_rate,
+        "rows": len(rows),
+        "replayed_rows": sum(row.replayed for row in rows),
+        "groups": len(groups),
+        "zero_advantage_groups": sum(not any(r.advantage for r in group) for group in groups),
+        "tokens": tokens,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "peak_memory_mb": _peak_memory(device),
+    }
+    if "kl_reference" in sums:
+        values["kl_reference"] = mean("kl_reference", "tokens")
+    return {
+        f"train/{name}": None if value is None or not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def _finite_mean(values: list[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _peak_memory(device: torch.device) -> float:
+    """MiB: the most that torch held on the GPU in this step, or the process ever took."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
