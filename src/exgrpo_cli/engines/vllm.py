@@ -1,0 +1,282 @@
+"""Generation with vLLM, in process: token ids in, token ids and sampled log-probabilities out.
+
+vLLM runs its core in a child process, which is spawned, not forked: forking a process whose torch
+or polars threads have started can hang. Scripts that open this engine therefore need the usual
+``if __name__ == "__main__":`` guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ValidationError
+
+from exgrpo_cli.engines import Completion, Request, Sampling
+from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.models import adapter_base, check_policy, is_adapter, load_tokenizer, resolve_dtype
+from exgrpo_cli.recipe import Recipe
+
+# Ranks that vLLM has LoRA kernels for.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_CPU_CACHE_BYTES = 2 << 30
+_CLOSE_SECONDS = 20.0
+
+
+class VllmEngine:
+    """A policy in vLLM (see :class:`exgrpo_cli.engines.Engine`).
+
+    Log-probabilities are those of the sampled distribution; there are no entropies, since vLLM
+    reports none over the whole vocabulary.
+    """
+
+    name = "vllm"
+
+    def __init__(self, recipe: Recipe, policy: str) -> None:
+        """Start vLLM with a policy; takes from half a minute to some minutes.
+
+        Raises:
+            InputError: the policy cannot be opened.
+        """
+        self._recipe = recipe
+        self._llm: Any = None
+        self._loads = 0
+        self._start(policy)
+
+    def _start(self, policy: str) -> None:
+        check_policy(policy)
+        # Its warnings are many, and tell of what is meant so (no tokenizer, eager, float32).
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import torch
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        settings, rollout = self._recipe.model, self._recipe.rollout
+        on_cpu = current_platform.is_cpu()
+        dtype = resolve_dtype(settings.dtype, torch.device("cpu" if on_cpu else "cuda"))
+        base = adapter_base(policy) if is_adapter(policy) else policy
+        options: dict[str, Any] = {}
+        if on_cpu:
+            options["enforce_eager"] = True  # compilation takes minutes and gains little there
+            if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+                options["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+        self._lora_rank = 0
+        if self._recipe.lora.enabled or is_adapter(policy):
+            self._lora_rank = _lora_rank(policy, self._recipe.lora.rank)
+            options |= {
+                "enable_lora": True,
+                "max_lora_rank": self._lora_rank,
+                "max_loras": 1,
+                "max_cpu_loras": 1,
+            }
+        new_tokens = max(rollout.max_new_tokens, self._recipe.evaluate.max_new_tokens or 0)
+        self._max_model_len = rollout.max_prompt_tokens + new_tokens
+        limit = _positions(base, settings.trust_remote_code)
+        if limit is not None:
+            self._max_model_len = min(self._max_model_len, limit)
+        self._end_ids = self._find_end_ids(policy, base)
+        before = _children()
+        try:
+            self._llm = LLM(
+                **{
+                    "model": base,
+                    "skip_tokenizer_init": True,
+                    "trust_remote_code": settings.trust_remote_code,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "seed": self._recipe.seed % 2**31,
+                    "max_model_len": self._max_model_len,
+                    "logprobs_mode": "processed_logprobs",
+                    "generation_config": "vllm",  # not the model's own top_k, penalties, ...
+                    "enable_prefix_caching": True,
+                    "gpu_memory_utilization": rollout.gpu_memory_utilization,
+                    "tensor_parallel_size": rollout.tensor_parallel,
+                    "enforce_eager": rollout.enforce_eager,
+                    "use_tqdm_on_load": False,
+                    "disable_log_stats": True,
+                }
+                | options
+            )
+        except ValueError as error:  # an architecture, a dtype or a length that vLLM refuses
+            raise InputError(f"{base}: vLLM cannot open this policy: {_reason(error)}") from error
+        except RuntimeError as error:  # its child process has written why
+            raise StageError(f"{base}: vLLM did not start: {_reason(error)}") from error
+        self._processes = _children() - before
+        self._base, self._adapter = base, None
+        if is_adapter(policy):
+            self._use_adapter(policy)
+
+    def _find_end_ids(self, policy: str, base: str) -> list[int]:
+        from transformers import AutoConfig, GenerationConfig
+
+        from exgrpo_cli.engines.transformers import end_ids
+
+        tokenizer = load_tokenizer(policy, self._recipe.model)
+        try:
+            generation = GenerationConfig.from_pretrained(base)
+        except OSError:
+            config = AutoConfig.from_pretrained(
+                base, trust_remote_code=self._recipe.model.trust_remote_code
+            )
+            generation = GenerationConfig.from_model_config(config)
+        return end_ids(generation.eos_token_id, tokenizer.eos_token_id)
+
+    def load(self, policy: str) -> None:
+        """Go over to another policy without starting again.
+
+        Weights are read into the running model; an adapter is put on it. Only an adapter that the
+        engine was not started for (none was expected, or a higher rank) starts it anew.
+
+        Raises:
+            InputError: the policy cannot be opened.
+        """
+        check_policy(policy)
+        if is_adapter(policy) and self._lora_rank < _lora_rank(policy, 1):
+            self.close()
+            self._start(policy)
+            return
+        base = adapter_base(policy) if is_adapter(policy) else policy
+        if base != self._base or not is_adapter(policy):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": base})
+            self._base = base
+        self._llm.reset_prefix_cache()
+        self._adapter = None
+        if is_adapter(policy):
+            self._use_adapter(policy)
+        self._end_ids = self._find_end_ids(policy, base)
+
+    def _use_adapter(self, policy: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._loads += 1  # a new number each time: vLLM keeps what it has under an old one
+        self._adapter = LoRARequest(f"policy-{self._loads}", self._loads, policy)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield every request's completion once, as they finish.
+
+        Raises:
+            InputError: a prompt is empty, or leaves no room for a token.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for request in requests:
+            if not 0 < len(request.prompt_ids) < self._max_model_len:
+                raise InputError(
+                    f"request {request.index} has {len(request.prompt_ids)} prompt tokens; this"
+                    f" engine takes 1 to {self._max_model_len - 1}"
+                    " (rollout.max_prompt_tokens, and the model's own limit)"
+                )
+        if not requests:
+            return
+        parameters = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+                top_k=0,
+                seed=request.seed,
+                max_tokens=min(
+                    sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids)
+                ),
+                stop_token_ids=self._end_ids,
+                logprobs=0,  # the sampled token's alone
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for request in requests
+        ]
+        names = self._llm.enqueue(
+            [{"prompt_token_ids": request.prompt_ids} for request in requests],
+            parameters,
+            lora_request=self._adapter,
+            use_tqdm=False,
+        )
+        # vLLM adds a random ending to the number it gives each request, and reports the number.
+        numbers = [name.partition("-")[0] for name in names]
+        waiting = dict(zip(numbers, requests, strict=True))
+        engine = self._llm.llm_engine
+        try:
+            while waiting and engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished and output.request_id in waiting:
+                        yield _completion(waiting.pop(output.request_id), output.outputs[0])
+            if waiting:
+                raise StageError(f"vLLM dropped {len(waiting)} of {len(requests)} requests")
+        finally:
+            if waiting:  # the caller stopped listening, or was interrupted
+                with contextlib.suppress(Exception):
+                    engine.abort_request(list(waiting))
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        llm.llm_engine.engine_core.shutdown(timeout=_CLOSE_SECONDS)
+        _, alive = psutil.wait_procs(self._processes, timeout=_CLOSE_SECONDS)
+        for process in alive:  # workers outlive a core that had to be killed
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=_CLOSE_SECONDS)
+
+
+def _children() -> set[psutil.Process]:
+    """This process's descendants, without the one that Python itself starts beside spawned ones."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.add(process)
+    return found
+
+
+def _completion(request: Request, output: Any) -> Completion:
+    """vLLM's output of one row; its flat log-probabilities hold one entry a token."""
+    token_ids = [int(token) for token in output.token_ids]
+    flat = output.logprobs
+    if [int(token) for token in flat.token_ids] != token_ids:
+        raise RuntimeError(f"vLLM gave log-probabilities of other tokens in row {request.index}")
+    return Completion(
+        index=request.index,
+        token_ids=token_ids,
+        logprobs=[float(value) for value in flat.logprobs],
+        entropies=None,
+        finish_reason=str(output.finish_reason),
+    )
+
+
+def _lora_rank(policy: str, rank: int) -> int:
+    """The smallest rank vLLM has that holds both ``rank`` and the adapter's own.
+
+    Raises:
+        InputError: the rank is above what vLLM has.
+    """
+    if is_adapter(policy):
+        file = Path(policy) / "adapter_config.json"
+        rank = max(rank, int(json.loads(file.read_text(encoding="utf-8")).get("r") or 1))
+    for known in _RANKS:
+        if known >= rank:
+            return known
+    raise InputError(f"{policy}: LoRA rank {rank} is above {_RANKS[-1]}, the most that vLLM takes")
+
+
+def _positions(base: str, trust_remote_code: bool) -> int | None:
+    """The most positions the model's configuration names; None where it names none."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return error.errors()[0]["msg"].splitlines()[0]
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
