@@ -226,7 +226,7 @@ def test_hashes_and_seeds_are_fixed_numbers() -> None:
 def test_umask_is_kept() -> None:
     before = os.umask(0o027)
     try:
-        assert tables._umask() == 0o027
+        assert tables.umask() == 0o027
         assert os.umask(0o027) == 0o027
     finally:
         os.umask(before)

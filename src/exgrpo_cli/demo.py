@@ -13,17 +13,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import random
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.tables import fsync, row_seed, write_text
+from exgrpo_cli.tables import atomic_folder, row_seed, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +233,7 @@ def make_demo_model(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     accuracy = None
-    with _temporary_folder(out) as folder:
+    with atomic_folder(out) as folder:
         model.to("cpu", torch.float32).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if samples:
@@ -374,22 +372,3 @@ def _pass_at_1(folder: Path, problems: list[dict[str, str]], seed: int, device: 
         solved += text.endswith(f"\\boxed{{{problems[completion.index]['answer']}}}")
     engine.close()
     return solved / len(problems)
-
-
-@contextlib.contextmanager
-def _temporary_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place when the block succeeds, else is removed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.parent / f".{out.name}.{os.getpid()}.tmp"
-    folder.mkdir()
-    try:
-        yield folder
-        for file in sorted(folder.iterdir()):
-            file.chmod(0o644)  # safetensors makes files that only their owner may read
-            fsync(file)
-        if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
-        fsync(out.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -321,7 +321,11 @@ def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: L
             ),
         )
     chosen = timed("curate", lambda: curate(run, step, recipe))
-    trained = timed("train", lambda: train_step(run, step, recipe, log))
+    said: list[str] = []
+    trained = timed("train", lambda: train_step(run, step, recipe, said.append))
+    if trained.get("train/skipped_updates"):
+        for line in said:
+            log(line)
     log(_line(step, chosen | trained))
     return False
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
-    temporary.chmod(0o666 & ~_umask())
+    temporary.chmod(0o666 & ~umask())
     try:
         yield temporary
         fsync(temporary)
@@ -190,7 +191,37 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _umask() -> int:
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside ``path`` that becomes ``path`` when the block succeeds.
+
+    All files in it are fsynced first. What lay at ``path`` is replaced. What an earlier, killed
+    writer of the same folder left behind is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{path.name}.*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    temporary.chmod(path.parent.stat().st_mode & 0o777)
+    try:
+        yield temporary
+        mask = umask()
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                # safetensors writes for its owner alone; others on a cluster read policies too.
+                (Path(folder) / name).chmod(0o666 & ~mask)
+                fsync(Path(folder) / name)
+            fsync(Path(folder))
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.replace(path)
+        fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def umask() -> int:
+    """The process's umask (reading it means setting it for a moment)."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

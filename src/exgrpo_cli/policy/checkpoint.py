@@ -6,13 +6,10 @@ exists is complete.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from torch import Tensor, nn
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.models import is_adapter, load_tokenizer
 from exgrpo_cli.recipe import ModelSettings
-from exgrpo_cli.tables import fsync
+from exgrpo_cli.tables import atomic_folder
 
 _FORMAT = 1
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,32 +38,6 @@ _TOKENIZER_FILES = (
     "*.model",
     "*.py",
 )
-
-
-@contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside ``path`` that becomes ``path`` when the block succeeds.
-
-    All files in it are fsynced first. What lay at ``path`` is replaced. What an earlier, killed
-    writer of the same folder left behind is removed.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{path.name}.*.tmp"):
-        shutil.rmtree(stale, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    temporary.chmod(path.parent.stat().st_mode & 0o777)
-    try:
-        yield temporary
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                fsync(Path(folder) / name)
-            fsync(Path(folder))
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.replace(path)
-        fsync(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # --- policies -----------------------------------------------------------------------------------

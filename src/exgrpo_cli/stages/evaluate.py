@@ -118,7 +118,7 @@ def evaluate(
     if before.get("answers") != answers:
         verdicts.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
-    verify(rollouts, problems, verdicts, recipe, log=log)
+    verify(rollouts, problems, verdicts, recipe)
 
     judged = (
         tables.read_table(
