@@ -100,6 +100,7 @@ class VllmEngine:
                     "enforce_eager": rollout.enforce_eager,
                     "use_tqdm_on_load": False,
                     "disable_log_stats": True,
+                    "worker_extension_cls": "exgrpo_cli.engines.vllm_worker.WorkerExtension",
                 }
                 | options
             )
@@ -144,6 +145,7 @@ class VllmEngine:
         base = adapter_base(policy) if is_adapter(policy) else policy
         if base != self._base or not is_adapter(policy):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": base})
+            self._llm.collective_rpc("refresh_embeddings")
             self._base = base
         self._llm.reset_prefix_cache()
         self._adapter = None
