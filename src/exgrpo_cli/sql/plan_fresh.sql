@@ -1,0 +1,31 @@
+-- The fresh questions of a step: a shuffle for each epoch over the questions that are not retired,
+-- each once an epoch; when an epoch's questions run out, those of the next one follow.
+--
+-- in   problems (problem_id), questions
+--      replayed          (problem_id): what the step replays; no question is in a step twice
+--      $seed             of the shuffles
+--      $step             the step that is being planned
+--      $limit            how many are wanted
+--      $revive_after     retired questions come back after so many steps; null: never
+-- out  problem_id, epoch, in the order of the shuffle
+WITH epochs AS (
+    SELECT coalesce(max(epoch), 0) AS current FROM questions
+),
+due AS (
+    SELECT
+        p.problem_id,
+        -- A question that had its turn in the current epoch is due in the next.
+        CASE
+            WHEN q.epoch IS NULL OR q.epoch < epochs.current THEN epochs.current
+            ELSE epochs.current + 1
+        END AS epoch
+    FROM problems AS p
+    LEFT JOIN questions AS q ON q.problem_id = p.problem_id
+    ANTI JOIN replayed AS r ON r.problem_id = p.problem_id
+    CROSS JOIN epochs
+    WHERE q.retired_step IS NULL OR $step >= q.retired_step + $revive_after
+)
+SELECT problem_id, epoch
+FROM due
+ORDER BY epoch, md5(concat_ws(':', 'fresh', $seed, epoch, problem_id)), problem_id
+LIMIT $limit;
