@@ -173,6 +173,14 @@ def test_loose_files_need_no_run_directory(
     )  # fmt: skip
     before, after = (load_file(p / "model.safetensors") for p in (demo_model, out / "next"))
     assert any((before[name] != after[name]).any() for name in before)
+    curated = exgrpo(
+        "curate", out / "pool", "--rollouts", out / "rollouts", "--verdicts", out / "verdicts",
+        "--scores", out / "scores", "--problems", problems, "--json", *plain,
+        "--set", "rollout.samples=4", "--set", "curate.store_before_start=true",
+    )  # fmt: skip
+    pool = pl.read_parquet(out / "pool/experience.parquet")
+    assert json.loads(curated.stdout)["pool/trajectories"] == pool.height > 0
+    assert set(pool["entropy_source"]) == {"score"}
     shown = exgrpo("show", out / "verdicts", "--json")
     assert json.loads(shown.stdout)["rows"] == 24
 

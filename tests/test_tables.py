@@ -59,6 +59,12 @@ def test_folders_of_parts_read_in_order(tmp_path: Path) -> None:
     assert tables.read_table("plan", tmp_path)["problem_id"].to_list() == ["0", "1", "2"]
 
 
+def test_brackets_in_a_path_are_no_pattern(tmp_path: Path) -> None:
+    path = write(tmp_path / "lr[1e-6]*" / "plan?.parquet", "plan", plan_row())
+    assert tables.read_table("plan", path).height == 1
+    assert tables.read_table("plan", path.parent).height == 1
+
+
 def test_other_integer_widths_are_accepted(tmp_path: Path) -> None:
     frame = tables.frame("plan", [plan_row()]).with_columns(pl.col("step").cast(pl.Int64))
     frame.write_parquet(tmp_path / "plan.parquet")

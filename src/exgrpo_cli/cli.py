@@ -271,7 +271,7 @@ def rollout(
     if step is None:
         step = max(place.steps("policy"), default=0) if run is not None else 0
     if run is not None and plan is None:
-        plan = ensure_plan(place, step, settings)
+        plan = ensure_plan(place, step, settings, to_stderr)
     result = sample(
         problems=place.problems,
         plan=plan,
@@ -405,13 +405,28 @@ def curate(
 ) -> None:
     """Choose what is replayed, take in new successes, retire the mastered, plan the next step.
 
-    DuckDB queries over the run's tables; the log of rollouts and verdicts is the truth.
+    DuckDB queries over the run's tables; the log of rollouts and verdicts is the truth. Loose
+    files (--rollouts, --verdicts, --scores, --problems) are first linked into RUN's log.
     """
     settings = _settings(run, recipe, sets, dry_run)
     from exgrpo_cli.stages.curate import curate as stage
 
-    place = _run_dir(run, rollouts=rollouts, verdicts=verdicts, scores=scores, problems=problems)
-    step = _step(place, step, "rollouts", rollouts, f"run: exgrpo rollout {run}")
+    if rollouts is not None and verdicts is not None:
+        from exgrpo_cli.loop import adopt
+
+        step = step or 0
+        adopt(
+            RunDir(run),
+            step,
+            rollouts=rollouts,
+            verdicts=verdicts,
+            scores=scores,
+            problems=problems,
+        )
+    elif (rollouts, verdicts, scores, problems) != (None, None, None, None):
+        raise InputError("loose files: give --rollouts and --verdicts together")
+    place = _run_dir(run)
+    step = _step(place, step, "rollouts", None, f"run: exgrpo rollout {run}")
     result = stage(place, step, settings, rebuild=rebuild, force=force, log=to_stderr)
     _result({"step": step, **result}, as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -279,7 +280,7 @@ def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: L
     from exgrpo_cli.stages.verify import verify
 
     policy, name = run.policy_path(step, recipe.model.path), step_name(step)
-    plan = ensure_plan(run, step, recipe)
+    plan = ensure_plan(run, step, recipe, log)
     if tables.read_table("plan", plan, ["step"]).is_empty():
         return True
 
@@ -348,6 +349,7 @@ def train_step(
     Raises:
         InputError: see :func:`exgrpo_cli.stages.train.train`.
     """
+    from exgrpo_cli.stages.curate import replay_on
     from exgrpo_cli.stages.train import train
 
     scores = run.scores(step)
@@ -371,12 +373,76 @@ def train_step(
     return result
 
 
-def replay_on(run: RunDir, step: int) -> bool:
-    """Whether replay had started by a step that is curated (the delayed start)."""
-    if not run.curation.exists():
-        return False
-    first = json.loads(run.curation.read_text(encoding="utf-8")).get("replay_from")
-    return first is not None and first <= step
+def adopt(
+    run: RunDir,
+    step: int,
+    *,
+    rollouts: Path,
+    verdicts: Path,
+    scores: Path | None = None,
+    problems: Path | None = None,
+) -> None:
+    """Take loose files into a run's log as a step, so that they can be curated.
+
+    The log is what the experience is derived from, so the files are linked into it (or copied, on
+    another file system). A step without a plan gets the one that its rollouts tell of.
+
+    Args:
+        run: the run directory; made when it is not there.
+        step: t; the rollouts must be of this step.
+        rollouts: a folder of parts, or a file.
+        verdicts: likewise.
+        scores: likewise; None for none.
+        problems: the ``problems`` table, where the run has none yet.
+
+    Raises:
+        InputError: the run holds other files in that place, or the rollouts are of another step.
+    """
+    import polars as pl
+
+    counted = tables.read_table("rollouts", rollouts, ["step", "problem_id", "role"])
+    for other in counted["step"].unique():
+        if other != step:
+            raise InputError(f"{rollouts}: rollouts of step {other}; give --step {other}")
+    for source, folder in (
+        (rollouts, run.rollouts(step)),
+        (verdicts, run.verdicts(step)),
+        (scores, run.scores(step)),
+    ):
+        if source is not None:
+            files = tables.parquet_files(source)
+            single = len(files) == 1 and not source.is_dir()
+            for file in files:
+                _link(file, folder / (tables.part_name(0, 1) if single else file.name))
+    if problems is not None:
+        _link(problems, run.problems)
+    if not run.plan(step).exists():
+        plan = (
+            counted.group_by("step", "problem_id", "role", maintain_order=True)
+            .agg(samples=pl.len().cast(pl.Int32))
+            .with_columns(
+                successes=pl.lit(None, dtype=pl.Int32), attempts=pl.lit(None, dtype=pl.Int32)
+            )
+        )
+        tables.write_table("plan", plan, run.plan(step))
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link, or a copy where there can be none.
+
+    Raises:
+        InputError: another file lies there.
+    """
+    if target.exists():
+        if not target.samefile(source) and target.read_bytes() != source.read_bytes():
+            raise InputError(f"{target}: is there already and differs from {source}")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        with tables.atomic_path(target) as temporary:
+            shutil.copyfile(source, temporary)
 
 
 def _line(step: int, metrics: dict[str, Any]) -> str:

@@ -300,7 +300,7 @@ def read_table(
     for file in files:
         check_columns(table, file, wanted)
         try:
-            part = pl.read_parquet(file, columns=wanted)
+            part = pl.read_parquet(file, columns=wanted, glob=False)
         except Exception as error:  # polars raises several kinds on a damaged page
             raise InputError(_damaged(file, error)) from error
         check_frame(table, part, file, wanted)
@@ -327,7 +327,8 @@ def check_columns(table: str, path: Path, columns: Sequence[str] | None = None) 
     try:
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty; expected a Parquet table of {table}")
-        found = pl.read_parquet_schema(path)
+        with path.open("rb") as handle:  # by handle: polars takes brackets in names for patterns
+            found = pl.read_parquet_schema(handle)
     except InputError:
         raise
     except Exception as error:

@@ -170,7 +170,7 @@ def completion_row(
     }
 
 
-def ensure_plan(run: RunDir, step: int, recipe: Recipe) -> Path:
+def ensure_plan(run: RunDir, step: int, recipe: Recipe, log: Log = quiet) -> Path:
     """The step's plan; for step 0 it is made here, since no curation comes before it.
 
     Raises:
@@ -186,7 +186,7 @@ def ensure_plan(run: RunDir, step: int, recipe: Recipe) -> Path:
     from exgrpo_cli.stages.curate import first_plan
 
     # Tasks of an array that start together write the same plan; the rename keeps it whole.
-    tables.write_table("plan", first_plan(run.problems, recipe), path)
+    tables.write_table("plan", first_plan(run.problems, recipe, log), path)
     return path
 
 
