@@ -83,6 +83,17 @@ def test_the_loop_leaves_a_whole_run(looped: RunDir) -> None:
     assert looped.recipe.exists()
 
 
+def test_metrics_reach_the_tracker(looped: RunDir) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(looped.root / "tensorboard"))
+    events.Reload()
+    sent = events.Scalars("reward/mean")
+    kept = looped.read_metrics()
+    assert [event.step for event in sent] == [line["step"] for line in kept]
+    assert [e.value for e in sent] == pytest.approx([line["reward/mean"] for line in kept])
+
+
 def test_scores_are_the_engines_log_probabilities_to_rounding(looped: RunDir) -> None:
     rollouts, scores = (
         parts(looped.rollouts(1)),

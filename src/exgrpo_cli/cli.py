@@ -566,6 +566,10 @@ def run(
     model: ModelOption = None,
     problems: TrainingProblemsOption = None,
     seed: SeedOption = None,
+    track: Annotated[
+        str | None,
+        typer.Option("--track", help="Also send metrics to trackio, wandb or tensorboard."),
+    ] = None,
     recipe: RecipeOption = None,
     sets: SetOption = None,
     dry_run: DryRunOption = False,
@@ -581,6 +585,7 @@ def run(
         sets,
         dry_run,
         loop__steps=steps,
+        loop__track=track,
         rollout__engine=engine,
         model__path=model,
         problems__path=None if problems is None else str(problems),

@@ -15,6 +15,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.tracking import open_tracker
 
 
 def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
@@ -36,9 +37,18 @@ def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]
         InputError: see the stages.
     """
     started = time.monotonic()
+    track = open_tracker(
+        recipe.loop.track, run.root.name, run.root / "tensorboard", recipe.model_dump(mode="json")
+    )
     prepare(run, recipe, log)
     engine = _WarmEngine(recipe, log)
     finished = False
+
+    def send(step: int) -> None:
+        for line in run.read_metrics()[-2:]:
+            if line["step"] == step:
+                track(step, line)
+
     try:
         evaluate_step(run, 0, recipe, engine.at, log)
         for step in range(recipe.loop.steps):
@@ -50,7 +60,9 @@ def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]
             if finished:
                 log(f"step {step}: every question is retired; nothing is left to learn from")
                 break
+            send(step)
             evaluate_step(run, step + 1, recipe, engine.at, log)
+        send(recipe.loop.steps)  # a line of its own: the last policy's evaluation
     finally:
         engine.close()
     from exgrpo_cli.report import write_report

@@ -201,6 +201,9 @@ class LoopSettings(Section):
     """`exgrpo run`."""
 
     steps: int = Field(500, ge=1, description="iterations")
+    track: Literal["none", "trackio", "wandb", "tensorboard"] = Field(
+        "none", description="experiment tracker that gets the metrics, beside metrics.jsonl"
+    )
 
 
 class Recipe(Section):
