@@ -35,6 +35,15 @@ HOSTILE = [
 ]
 
 
+def workers_alive() -> list[psutil.Process]:
+    """The verifier workers of this process; other tests' children do not count."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if "exgrpo_cli.verifiers.worker" in " ".join(child.cmdline())
+    ]
+
+
 def test_hostile_answers_get_a_status_and_others_their_verdicts() -> None:
     jobs = []
     for text in HOSTILE:
@@ -216,7 +225,7 @@ def test_no_answer_needs_no_worker() -> None:
     with Pool(2) as pool:
         assert pool.judge([Job("math", "1", None)])[0].status == "no_answer"
         assert pool.judge([]) == []
-        assert not psutil.Process().children()
+        assert not workers_alive()
 
 
 def test_nothing_in_the_current_folder_shadows_a_module(
@@ -328,7 +337,7 @@ def running(pid: int) -> bool:
 def test_no_worker_after_a_normal_end() -> None:
     with Pool(2, timeout=5) as pool:
         pool.judge([Job("exact", "1", "1"), Job("exact", "1", "2")])
-        workers = psutil.Process().children()
+        workers = workers_alive()
         assert len(workers) == 2
     assert not psutil.wait_procs(workers, timeout=5)[1]
 
