@@ -49,15 +49,15 @@ test: $(VENV)/.vllm ## run all tests
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed ## ruff: lint and format, checked
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed ## mypy --strict
 	$(BIN)/mypy
 
 format: $(VENV)/.installed ## let ruff rewrite
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 check: lint types test ## everything that CI checks
 
