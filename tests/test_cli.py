@@ -228,6 +228,42 @@ def test_training_refuses_a_truncating_top_p(exgrpo: Exgrpo, tmp_path: Path, pol
     assert "top_p" in line
 
 
+def test_a_stage_cannot_sample_otherwise_than_its_run(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("[rollout]\ntemperature = 0.8\n")
+    for flags, key in (
+        (("--temperature", 0.9), "rollout.temperature = 0.9"),
+        (("--samples", 4), "rollout.samples = 4"),
+        (("--set", "seed=3"), "seed = 3"),
+    ):
+        line = one_line(exgrpo("rollout", tmp_path, *flags, code=2))
+        assert key in line
+        assert "exgrpo init" in line
+    line = one_line(exgrpo("rollout", tmp_path, "--temperature", 0.8, code=2))
+    assert "problems" in line  # the same value is none of these
+
+
+def test_scores_never_replace_rollouts(exgrpo: Exgrpo, tmp_path: Path, policy: Path) -> None:
+    rollouts = tmp_path / "rollouts"
+    tables.write_table(
+        "rollouts", tables.frame("rollouts", []), rollouts / "part-00000-of-00001.parquet"
+    )
+    line = one_line(
+        exgrpo(
+            "score",
+            "--rollouts",
+            rollouts,
+            "--policy",
+            policy,
+            "--out",
+            rollouts,
+            "--force",
+            code=2,
+        )
+    )
+    assert "holds the rollouts" in line
+    assert tables.read_table("rollouts", rollouts).is_empty()
+
+
 def test_debug_shows_the_traceback_wherever_it_stands(exgrpo: Exgrpo, tmp_path: Path) -> None:
     for arguments in (("--debug", "show", tmp_path / "x"), ("show", tmp_path / "x", "--debug")):
         assert "Traceback" in exgrpo(*arguments, code=1).stderr

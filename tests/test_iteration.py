@@ -133,6 +133,26 @@ def test_stages_by_hand_and_in_shards_make_the_same_run(
     assert_same_run(run, copy, 2)
 
 
+def test_what_came_of_other_rollouts_is_not_kept(
+    exgrpo: Exgrpo, looped: RunDir, tmp_path: Path
+) -> None:
+    """Rollouts that are sampled again take their verdicts and scores with them."""
+    run = RunDir(tmp_path / "copy")
+    shutil.copytree(looped.root, run.root)
+    (part,) = sorted(run.rollouts(2).glob("*.parquet"))[:1]
+    part.unlink()
+    exgrpo("rollout", run.root, "--step", 2, "--engine", "transformers")
+    assert part.exists()
+    for folder in (run.verdicts(2), run.scores(2)):
+        assert not (folder / part.name).exists()
+        assert len(list(folder.glob("part-*.parquet"))) == 2
+    exgrpo("verify", run.root, "--step", 2)
+    rollouts, verdicts = parts(run.rollouts(2)), parts(run.verdicts(2))
+    assert rollouts["rollout_id"].to_list() == verdicts["rollout_id"].to_list()
+    done = exgrpo("train", run.root, "--step", 2)
+    assert "is left as it is" in done.stderr
+
+
 def test_a_killed_run_goes_on_and_ends_the_same(
     exgrpo: Exgrpo, demo_model: Path, looped: RunDir, tmp_path: Path
 ) -> None:

@@ -33,6 +33,9 @@ def test_a_run(tmp_path: Path) -> None:
     assert found["questions"] == {"seen": 3, "easy": 0, "medium": 1, "hard": 1, "retired": 1}
     assert found["pool"]["trajectories"] == 2
     assert found["pool"]["age_mean"] == 1.0  # collected in step 5, the policy is of step 6
+    assert set(found["pool"]["by_bucket"]) == {"medium", "hard"}
+    for row in found["pool"]["by_bucket"].values():
+        assert row == {"trajectories": 1, "age_mean": 1.0, "mean_entropy": 0.25}
     assert found["replay_started_step"] == 3
     assert found["last_step"] == 5
     assert found["evaluations"][-1] == {
@@ -48,6 +51,8 @@ def test_a_run(tmp_path: Path) -> None:
         "6 of 8",
         "since step 3",
         "2 trajectories of 2",
+        "medium 0.250, hard 0.250",
+        "medium 1.0, hard 1.0",
         "1 retired",
         "step     6  0.640",
     ):

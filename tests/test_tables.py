@@ -189,7 +189,7 @@ def test_chunks_cover_everything_once(count: int, size: int) -> None:
 
 
 def test_shard_from_text_and_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ID", "COUNT", "MIN"):
+    for name in ("ID", "COUNT", "MIN", "MAX"):
         monkeypatch.delenv(f"SLURM_ARRAY_TASK_{name}", raising=False)
     assert tables.parse_shard(None) == tables.WHOLE
     assert tables.parse_shard("2/5") == tables.Shard(2, 5)
@@ -198,7 +198,22 @@ def test_shard_from_text_and_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None
     assert tables.parse_shard(None) == tables.Shard(3, 4)
     monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "1")
     assert tables.parse_shard(None) == tables.Shard(2, 4)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MAX", "4")
+    assert tables.parse_shard(None) == tables.Shard(2, 4)
     assert tables.parse_shard("0/1") == tables.Shard(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "count", "first", "last"),
+    [("5", "2", "2", "5"), ("2", "2", "2", "5"), ("x", "2", "0", "1")],
+)
+def test_slurm_arrays_that_do_not_tell_the_shard(
+    monkeypatch: pytest.MonkeyPatch, task: str, count: str, first: str, last: str
+) -> None:
+    for name, value in zip(("ID", "COUNT", "MIN", "MAX"), (task, count, first, last), strict=True):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    with pytest.raises(InputError, match="give --shard"):
+        tables.parse_shard(None)
 
 
 @pytest.mark.parametrize("text", ["4/4", "1", "a/b", "-1/3", "0/0", ""])

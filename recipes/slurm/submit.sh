@@ -11,23 +11,22 @@
 set -euo pipefail
 run=$1 first=$2 steps=$3 tasks=${4:-8}
 script=$(dirname "$0")/stage.sbatch
-array=--array=0-$((tasks - 1))
 read -ra gpu <<<"${GPU_OPTIONS:-}"
 read -ra cpu <<<"${CPU_OPTIONS:-}"
 
-submit() { # STAGE STEP DEPENDENCY OPTIONS... -> job id
-  local stage=$1 step=$2 after=$3
-  shift 3
-  sbatch --parsable --job-name="$stage-$step" ${after:+--dependency=afterok:$after} "$@" \
-    "$script" "$stage" "$run" "$step" | cut -d';' -f1
+submit() { # STAGE STEP TASKS DEPENDENCY OPTIONS... -> job id
+  local stage=$1 step=$2 count=$3 after=$4
+  shift 4
+  sbatch --parsable --job-name="$stage-$step" ${after:+--dependency=afterok:$after} \
+    ${count:+--array=0-$((count - 1))} "$@" "$script" "$stage" "$run" "$step" $count | cut -d';' -f1
 }
 
 after=""
 for ((step = first; step < first + steps; step++)); do
-  rollout=$(submit rollout "$step" "$after" "$array" "${gpu[@]}")
-  verify=$(submit verify "$step" "$rollout" "$array" "${cpu[@]}")
-  score=$(submit score "$step" "$rollout" "$array" "${gpu[@]}")
-  curate=$(submit curate "$step" "$verify:$score" "${cpu[@]}")
-  after=$(submit train "$step" "$curate" "${gpu[@]}")
+  rollout=$(submit rollout "$step" "$tasks" "$after" "${gpu[@]}")
+  verify=$(submit verify "$step" "$tasks" "$rollout" "${cpu[@]}")
+  score=$(submit score "$step" "$tasks" "$rollout" "${gpu[@]}")
+  curate=$(submit curate "$step" "" "$verify:$score" "${cpu[@]}")
+  after=$(submit train "$step" "" "$curate" "${gpu[@]}")
   echo "step $step: rollout $rollout, verify $verify, score $score, curate $curate, train $after"
 done

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import typer
 
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import to_stderr
-from exgrpo_cli.recipe import Recipe, load_recipe, to_toml
+from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import RunDir, infer_step, step_name
 
 app = typer.Typer(
@@ -55,6 +57,12 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
                 raise
             to_stderr(f"exgrpo: {error}")
             raise SystemExit(1) from None
+        except OSError as error:
+            if debug:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            to_stderr(f"exgrpo: {where}{error.strerror or error}")
+            raise SystemExit(2 if error.filename else 1) from None
         except Exception as error:
             if debug:
                 raise
@@ -71,6 +79,9 @@ def main(argv: list[str] | None = None) -> None:
     if "--debug" in arguments:
         arguments = [a for a in arguments if a != "--debug"]
         os.environ["EXGRPO_DEBUG"] = "1"
+    for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 gets question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app(args=arguments, prog_name="exgrpo")
 
 
@@ -163,22 +174,38 @@ MaxNewTokensOption = Annotated[
 ]
 
 
+_SHARED = ("seed", "rollout.temperature", "rollout.samples", "rollout.max_new_tokens")
+
+
 def _settings(
     run: Path | None,
     recipe: Path | None,
     sets: list[str] | None,
     dry_run: bool = False,
+    *,
+    stage: bool = False,
     **flags: Any,
 ) -> Recipe:
     """The command's recipe: --recipe, else RUN/recipe.toml, else defaults; then the flags.
 
-    Flags are named ``section__key``.
+    Flags are named ``section__key``. ``stage`` is for the stages of a run, which must agree on how
+    rollouts are sampled.
+
+    Raises:
+        InputError: see :func:`exgrpo_cli.recipe.load_recipe`; a stage's sampling is not the run's.
     """
     path = recipe
     if path is None and run is not None and RunDir(run).recipe.exists():
         path = RunDir(run).recipe
     dotted = {name.replace("__", "."): value for name, value in flags.items()}
     settings = load_recipe(path, sets or (), dotted)
+    if stage and run is not None and RunDir(run).recipe.exists():
+        for key, (kept, given) in differences(load_recipe(RunDir(run).recipe), settings).items():
+            if key in _SHARED:
+                raise InputError(
+                    f"{key} = {given!r} differs from {RunDir(run).recipe} ({kept!r}), which the"
+                    f" other stages go by; change it there: exgrpo init {run} --set {key}={given}"
+                )
     if dry_run:
         print(to_toml(settings), end="")
         raise typer.Exit
@@ -261,6 +288,7 @@ def rollout(
         rollout__temperature=temperature,
         rollout__max_new_tokens=max_new_tokens,
         seed=seed,
+        stage=True,
     )
     from exgrpo_cli.stages.rollout import ensure_plan
     from exgrpo_cli.stages.rollout import rollout as sample
@@ -277,10 +305,11 @@ def rollout(
         plan=plan,
         out=place.rollouts(step),
         policy=policy or place.policy_path(step, settings.model.path),
-        policy_name=policy or step_name(step),
+        policy_name=_policy_name(policy) or step_name(step),
         step=step,
         recipe=settings,
         shard=parse_shard(shard),
+        stale=() if run is None else (place.verdicts(step), place.scores(step)),
         force=force,
         log=to_stderr,
     )
@@ -303,6 +332,10 @@ def verify(
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Worker processes; default the cores.")
     ] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option("--verifier", help="Judge all by this one, such as path.py:function."),
+    ] = None,
     explain: Annotated[
         str | None,
         typer.Option("--explain", help="Only explain one verdict.", metavar="ROLLOUT_ID"),
@@ -319,16 +352,26 @@ def verify(
     Worker processes with a hard time limit an answer; math by math-verify.
     """
     settings = _settings(
-        run, recipe, sets, dry_run, verify__timeout=timeout, verify__workers=workers
+        run,
+        recipe,
+        sets,
+        dry_run,
+        verify__timeout=timeout,
+        verify__workers=workers,
+        stage=True,
     )
     from exgrpo_cli.stages import verify as stage
     from exgrpo_cli.tables import parse_shard
 
     _need(run, rollouts=rollouts, problems=problems, out=out or explain)
     place = _run_dir(run, rollouts=rollouts, problems=problems, verdicts=out)
+    named = re.match(r"s(\d{5,})/", explain or "")
+    if named and step is None:
+        step = int(named[1])
     step = _step(place, step, "rollouts", rollouts, f"run: exgrpo rollout {run}")
     if explain is not None:
-        _result(stage.explain(place.rollouts(step), place.problems, explain, settings), as_json)
+        found = stage.explain(place.rollouts(step), place.problems, explain, settings, verifier)
+        _result(found, as_json)
         return
     result = stage.verify(
         place.rollouts(step),
@@ -337,6 +380,7 @@ def verify(
         settings,
         shard=parse_shard(shard),
         force=force,
+        verifier=verifier,
         log=to_stderr,
     )
     _result(result, as_json)
@@ -363,7 +407,7 @@ def score(
 
     A forward pass of the current policy. May be left out: the rollouts' own numbers then serve.
     """
-    settings = _settings(run, recipe, sets, dry_run)
+    settings = _settings(run, recipe, sets, dry_run, stage=True)
     from exgrpo_cli.stages.score import score as stage
     from exgrpo_cli.tables import parse_shard
 
@@ -374,7 +418,7 @@ def score(
         rollouts=place.rollouts(step),
         out=place.scores(step),
         policy=policy or place.policy_path(step, settings.model.path),
-        policy_name=policy or step_name(step),
+        policy_name=_policy_name(policy) or step_name(step),
         step=step,
         recipe=settings,
         run=None if run is None else place,
@@ -408,7 +452,7 @@ def curate(
     DuckDB queries over the run's tables; the log of rollouts and verdicts is the truth. Loose
     files (--rollouts, --verdicts, --scores, --problems) are first linked into RUN's log.
     """
-    settings = _settings(run, recipe, sets, dry_run)
+    settings = _settings(run, recipe, sets, dry_run, stage=True)
     from exgrpo_cli.stages.curate import curate as stage
 
     if rollouts is not None and verdicts is not None:
@@ -427,7 +471,8 @@ def curate(
         raise InputError("loose files: give --rollouts and --verdicts together")
     place = _run_dir(run)
     step = _step(place, step, "rollouts", None, f"run: exgrpo rollout {run}")
-    result = stage(place, step, settings, rebuild=rebuild, force=force, log=to_stderr)
+    with place.locked():
+        result = stage(place, step, settings, rebuild=rebuild, force=force, log=to_stderr)
     _result({"step": step, **result}, as_json)
 
 
@@ -461,6 +506,7 @@ def train(
     device: Annotated[
         str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1 or mps.")
     ] = None,
+    force: ForceOption = False,
     recipe: RecipeOption = None,
     sets: SetOption = None,
     dry_run: DryRunOption = False,
@@ -475,6 +521,7 @@ def train(
         train__learning_rate=learning_rate,
         lora__enabled=lora,
         train__device=device,
+        stage=True,
     )
     if run is not None:
         from exgrpo_cli.loop import train_step
@@ -487,16 +534,18 @@ def train(
         }
         place = _run_dir(run, **given)
         step = _step(place, step, "curated", curated, f"run: exgrpo curate {run}")
-        result = train_step(
-            place,
-            step,
-            settings,
-            to_stderr,
-            policy=policy,
-            trainer=trainer,
-            out_policy=out,
-            out_trainer=trainer_out,
-        )
+        with place.locked():
+            result = train_step(
+                place,
+                step,
+                settings,
+                to_stderr,
+                policy=policy,
+                trainer=trainer,
+                out_policy=out,
+                out_trainer=trainer_out,
+                force=force,
+            )
         _result(result, as_json)
         return
     from exgrpo_cli.stages.train import train as stage
@@ -511,13 +560,14 @@ def train(
         verdicts=verdicts,
         scores=scores,
         curated=curated,
-        policy=policy,
+        policy=str(_policy_name(policy)),
         trainer=trainer,
         out_policy=out,
         out_trainer=trainer_out or out.parent / f"{out.name}-trainer",
         step=step or 0,
         recipe=settings,
         replay_started=curated is not None,
+        force=force,
         log=to_stderr,
     )
     _result(result, as_json)
@@ -595,7 +645,16 @@ def run(
     from exgrpo_cli.report import learning_curve
 
     place = RunDir(run)
-    result = run_loop(place, settings, log=to_stderr)
+    if run.exists() and not run.is_dir():
+        raise InputError(f"{run}: is a file; a run is a directory")
+    fresh = not run.exists()
+    run.mkdir(parents=True, exist_ok=True)
+    try:
+        with place.locked():
+            result = run_loop(place, settings, log=to_stderr)
+    finally:
+        if fresh:
+            _remove_if_unused(run)
     if as_json:
         _result(result, as_json)
         return
@@ -751,6 +810,65 @@ def show(
 
 @app.command(rich_help_panel="Data and inspection")
 @_command
+def diff(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="The other recipe; default RUN/recipe.toml."),
+    ] = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What would have been replayed under another recipe, in numbers, step by step.
+
+    Derives the experience of both recipes (RUN's own, and RECIPE with --set) in memory from RUN's
+    log; nothing is written. The rollouts and the policies are the recorded ones: the comparison is
+    of what each recipe would plan and replay next, given all that was sampled so far. A question
+    that only the other recipe would have sampled has no rollouts, and how training would have gone
+    is not known. Candidates that were never scored for a step count with their recorded entropy.
+    """
+    if recipe is None and not sets:
+        raise InputError("nothing to compare with: give another RECIPE, or --set KEY=VALUE")
+    place = _run_dir(run)
+    if not place.recipe.exists():
+        raise InputError(f"{place.recipe}: no such file; the run's own recipe is compared with")
+    recorded = _settings(run, None, None)
+    other = _settings(run, recipe, sets)
+    from exgrpo_cli.stages import diff as stage
+
+    result = stage.diff(place, recorded, other, to_stderr)
+    if as_json:
+        _result(result, as_json)
+        return
+    print(stage.format_diff(result))
+
+
+@app.command(rich_help_panel="Data and inspection")
+@_command
+def sql(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    command: Annotated[
+        str | None,
+        typer.Option("--command", "-c", help="The query; default from stdin.", metavar="QUERY"),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a row.")] = False,
+) -> None:
+    """Ask a run questions in SQL: DuckDB with a view for each of its tables.
+
+    The views are problems, plan, rollouts, verdicts, scores, experience, questions and curated;
+    relative paths in a query are RUN's. Without -c the query is read from stdin, and on a terminal
+    a prompt asks for it. Nothing of the run is changed.
+    """
+    if as_csv and as_json:
+        raise InputError("--csv and --json: choose one")
+    from exgrpo_cli.console import sql as ask
+
+    ask(run, command, "csv" if as_csv else "json" if as_json else "table")
+
+
+@app.command(rich_help_panel="Data and inspection")
+@_command
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     as_json: JsonOption = False,
@@ -758,7 +876,12 @@ def report(
     """Write RUN/report.html: curves, buckets, evaluations and example rollouts."""
     from exgrpo_cli.report import write_report
 
-    _result({"report": str(write_report(_run_dir(run)))}, as_json)
+    place = _run_dir(run)
+    if not (place.recipe.exists() or place.metrics.exists()):
+        raise InputError(
+            f"{run}: neither recipe.toml nor metrics.jsonl here; is it a run directory?"
+        )
+    _result({"report": str(write_report(place))}, as_json)
 
 
 @app.command("demo-model", rich_help_panel="Demo")
@@ -796,9 +919,27 @@ def demo_problems(
 
 
 def _step(place: RunDir, step: int | None, kind: str, given: Path | None, mend: str) -> int:
-    """The step of a stage: as told; 0 for loose files; else the latest that has its input."""
-    if step is not None:
-        return step
+    """The step of a stage: as told; 0 for loose files; else the latest that has its input.
+
+    Raises:
+        InputError: the step has no such input yet.
+    """
     if given is not None:
-        return 0
-    return infer_step(place, kind, mend)
+        return step or 0
+    if step is None:
+        return infer_step(place, kind, mend)
+    if step not in place.steps(kind):
+        raise InputError(f"{place.root}: step {step} has no {kind} yet; {mend} --step {step}")
+    return step
+
+
+def _remove_if_unused(run: Path) -> None:
+    """Take back a run directory in which nothing was begun."""
+    if {entry.name for entry in run.iterdir()} <= {".lock"}:
+        (run / ".lock").unlink(missing_ok=True)
+        run.rmdir()
+
+
+def _policy_name(policy: str | None) -> str | None:
+    """A given policy as it stands in tables: a folder by its plain path."""
+    return str(Path(policy)) if policy is not None and Path(policy).is_dir() else policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.engines import Engine, open_engine, resolve_engine
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import RunDir, step_name
@@ -37,10 +37,10 @@ def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]
         InputError: see the stages.
     """
     started = time.monotonic()
+    prepare(run, recipe, log)
     track = open_tracker(
         recipe.loop.track, run.root.name, run.root / "tensorboard", recipe.model_dump(mode="json")
     )
-    prepare(run, recipe, log)
     engine = _WarmEngine(recipe, log)
     finished = False
 
@@ -53,7 +53,7 @@ def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]
         evaluate_step(run, 0, recipe, engine.at, log)
         for step in range(recipe.loop.steps):
             if run.policy(step + 1).is_dir():
-                train_step(run, step, recipe, log)  # is done; but were its metrics recorded?
+                train_step(run, step, recipe)  # is done; but were its metrics recorded?
                 evaluate_step(run, step + 1, recipe, engine.at, log)
                 continue
             finished = _iterate(run, step, recipe, engine, log)
@@ -87,23 +87,34 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
     A changed recipe replaces ``recipe.toml``, and the keys that changed are said.
 
     Raises:
-        InputError: no problems given, or none that fit.
+        InputError: no problems given, or none that fit; settings that cannot train, or that this
+            run was begun without.
     """
     from exgrpo_cli.models import check_policy
+    from exgrpo_cli.stages.rollout import check_sampling
 
+    if run.root.exists() and not run.root.is_dir():
+        raise InputError(f"{run.root}: is a file; a run is a directory")
     check_policy(recipe.model.path)
-    if run.recipe.exists():
-        for key, (old, new) in differences(load_recipe(run.recipe), recipe).items():
-            log(f"recipe: {key} was {old!r}, is now {new!r}")
+    check_sampling(recipe)
+    changed = differences(load_recipe(run.recipe), recipe) if run.recipe.exists() else {}
+    for key, (old, new) in changed.items():
+        trained = bool(run.steps("policy")) and key.startswith(("lora.", "model.path"))
+        if trained or (run.problems.exists() and key.startswith("problems.")):
+            raise InputError(
+                f"{run.root}: {key} was {old!r} and cannot become {new!r} in this run; start"
+                " another run directory"
+            )
+    if not run.problems.exists():
+        if not recipe.problems.path:
+            raise InputError(
+                f"{run.problems}: no problems yet; set problems.path in the recipe, or run:"
+                f" exgrpo problems FILE --out {run.problems}"
+            )
+        import_into(run.problems, Path(recipe.problems.path), recipe, recipe.model.path, log)
+    for key, (old, new) in changed.items():
+        log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))
-    if run.problems.exists():
-        return
-    if not recipe.problems.path:
-        raise InputError(
-            f"{run.problems}: no problems yet; set problems.path in the recipe, or run:"
-            f" exgrpo problems FILE --out {run.problems}"
-        )
-    import_into(run.problems, Path(recipe.problems.path), recipe, recipe.model.path, log)
 
 
 def import_into(
@@ -115,6 +126,7 @@ def import_into(
     *,
     name: str | None = None,
     dedupe: bool = True,
+    held_out: bool = False,
 ) -> dict[str, Any]:
     """Import a problem set, leaving out prompts that are too long for the policy.
 
@@ -126,19 +138,23 @@ def import_into(
         log: gets what was dropped.
         name: the set's name, where rows have none.
         dedupe: whether a question that stands several times enters once.
+        held_out: whether it is for evaluation: ``problems.format`` and ``problems.limit`` are of
+            the training set, and do not count.
 
     Returns:
         The importer's report, with ``too_long`` and ``problems`` (how many were kept).
 
     Raises:
-        InputError: see :func:`exgrpo_cli.problems.import_problems`; nothing left.
+        InputError: see :func:`exgrpo_cli.problems.import_problems`; nothing left; ``out`` is the
+            source itself, a folder, or no .parquet file.
     """
     from exgrpo_cli.problems import import_problems
 
+    if out is not None:
+        _check_target(out, source)
     settings = recipe.problems
-    imported = import_problems(
-        source, settings.format, settings.verifier, name, settings.limit, dedupe, log
-    )
+    fmt, limit = ("auto", None) if held_out else (settings.format, settings.limit)
+    imported = import_problems(source, fmt, settings.verifier, name, limit, dedupe, log)
     problems, report = imported.frame, dict(imported.report)
     if policy is not None:
         from exgrpo_cli.models import load_tokenizer
@@ -158,6 +174,32 @@ def import_into(
         tables.write_table("problems", problems, out)
         report["out"] = str(out)
     return report
+
+
+def _check_target(out: Path, source: Path) -> None:
+    """Refuse to write a problems table where it would surprise."""
+    if out.suffix != ".parquet" or out.is_dir():
+        raise InputError(f"{out}: a problems table is a .parquet file; give --out NAME.parquet")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise InputError(f"{out}: is the source itself; give another --out")
+
+
+def _check_verdicts(judged: dict[str, Any], run: RunDir, step: int, log: Log) -> None:
+    """Say what was not judged; stop when nothing was.
+
+    Raises:
+        StageError: every answer ended in an error.
+    """
+    counts = judged.get("by_status", {})
+    unjudged = {k: v for k, v in counts.items() if k in ("error", "timeout", "unparsable") and v}
+    if unjudged:
+        words = ", ".join(f"{count} {status}" for status, count in unjudged.items())
+        log(f"step {step}: of {judged['rows']} verdicts {words}")
+    if judged.get("rows") and counts.get("error") == judged["rows"]:
+        raise StageError(
+            f"{run.verdicts(step)}: every verdict is an error; see: exgrpo verify {run.root}"
+            " --explain ROLLOUT_ID, then remove this folder"
+        )
 
 
 def evaluate_step(
@@ -202,8 +244,18 @@ def evaluate_set(
 
     problems = run.root / "evaluations" / f"{name}.parquet"
     policy = run.policy_path(step, recipe.model.path)
-    if force or not problems.exists():
-        import_into(problems, source, recipe, recipe.model.path, log, name=name)
+    wanted = problems.with_name(f".{name}.{os.getpid()}.parquet")
+    try:
+        import_into(wanted, source, recipe, recipe.model.path, quiet, name=name, held_out=True)
+        same = problems.exists() and problems.read_bytes() == wanted.read_bytes()
+        if problems.exists() and not (same or force):
+            raise InputError(
+                f"{problems}: the run was evaluated on another problem set of this name; give"
+                f" {source} another name, or --force"
+            )
+        wanted.replace(problems)
+    finally:
+        wanted.unlink(missing_ok=True)
     summary = evaluate(
         policy=policy,
         policy_name=step_name(step),
@@ -213,7 +265,7 @@ def evaluate_set(
         samples=recipe.evaluate.samples,
         temperature=recipe.evaluate.temperature,
         max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
-        engine=engine_at(policy),
+        engine=lambda: engine_at(policy),
         step=step,
         force=force,
         log=log,
@@ -239,20 +291,15 @@ def evaluate_sets(
     """Evaluate a run's policy of a step on several problem sets (name to file).
 
     Returns:
-        The summary of each set; one that exists is read back unless ``force``.
+        The summary of each set; what was sampled before is not sampled again unless ``force``.
     """
     engine = _WarmEngine(recipe, log)
     summaries = {}
     try:
         for name, source in sets.items():
-            done = run.evaluation(step, name) / "summary.json"
-            if done.exists() and not force:
-                summaries[name] = json.loads(done.read_text(encoding="utf-8"))
-                log(f"step {step}: {name} was evaluated before ({done}); --force does it again")
-            else:
-                summaries[name] = evaluate_set(
-                    run, step, name, Path(source), recipe, engine.at, log, force=force
-                )
+            summaries[name] = evaluate_set(
+                run, step, name, Path(source), recipe, engine.at, log, force=force
+            )
     finally:
         engine.close()
     return summaries
@@ -269,7 +316,8 @@ def evaluate_loose(
     from exgrpo_cli.stages.evaluate import evaluate
 
     problems = out / "problems.parquet"
-    import_into(problems, source, recipe, None, log)  # evaluate refuses what changed in between
+    # evaluate refuses a folder that holds another evaluation
+    import_into(problems, source, recipe, None, log, held_out=True)
     return evaluate(
         policy=policy,
         policy_name=policy,
@@ -315,10 +363,14 @@ def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: L
             step=step,
             recipe=recipe,
             engine=lambda: engine.at(policy),
+            stale=(run.verdicts(step), run.scores(step)),
             log=log,
         ),
     )
-    timed("verify", lambda: verify(run.rollouts(step), run.problems, run.verdicts(step), recipe))
+    judged = timed(
+        "verify", lambda: verify(run.rollouts(step), run.problems, run.verdicts(step), recipe)
+    )
+    _check_verdicts(judged, run, step, log)
     engine.make_room()
     if recipe.score.enabled:
         timed(
@@ -353,6 +405,7 @@ def train_step(
     trainer: Path | None = None,
     out_policy: Path | None = None,
     out_trainer: Path | None = None,
+    force: bool = False,
 ) -> dict[str, Any]:
     """The train stage with a run directory's own files; its metrics are recorded there.
 
@@ -377,6 +430,7 @@ def train_step(
         step=step,
         recipe=recipe,
         replay_started=replay_on(run, step),
+        force=force,
         log=log,
     )
     kept = run.root / "metrics" / step_name(step) / "train.json"
@@ -416,6 +470,15 @@ def adopt(
     for other in counted["step"].unique():
         if other != step:
             raise InputError(f"{rollouts}: rollouts of step {other}; give --step {other}")
+    ids = set(tables.read_table("rollouts", rollouts, ["rollout_id"])["rollout_id"])
+    judged = set(tables.read_table("verdicts", verdicts, ["rollout_id"])["rollout_id"])
+    if ids - judged:
+        raise InputError(
+            f"{verdicts}: {len(ids - judged)} rollouts of {rollouts} have no verdict here (the"
+            f" first is {min(ids - judged)})"
+        )
+    if problems is None and not run.problems.exists():
+        raise InputError(f"{run.problems}: the run has no problems yet; give --problems")
     for source, folder in (
         (rollouts, run.rollouts(step)),
         (verdicts, run.verdicts(step)),

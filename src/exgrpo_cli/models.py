@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.recipe import ModelSettings
+from exgrpo_cli.recipe import ModelSettings, Recipe
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def is_adapter(path: str) -> bool:
@@ -98,6 +101,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def training_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The weights' type in training: float32 for all that is trained.
+
+    A frozen base under an adapter may be in few bits. Scores are made of the same weights, so that
+    they are the trainer's own log-probabilities.
+    """
+    import torch
+
+    return resolve_dtype(recipe.model.dtype, device) if recipe.lora.enabled else torch.float32
+
+
 def quiet_transformers() -> None:
     """No progress bars, and errors alone, unless TRANSFORMERS_VERBOSITY says otherwise."""
     from transformers.utils import logging
@@ -119,6 +133,9 @@ def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBas
     quiet_transformers()
     has_own = not is_adapter(path) or (Path(path) / "tokenizer_config.json").is_file()
     source = path if has_own else adapter_base(path)
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(f"{source}: no tokenizer in this policy folder (tokenizer.json and so on)")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             source, trust_remote_code=settings.trust_remote_code

@@ -747,8 +747,8 @@ def _gold_faults(
     if faults:
         one = faults[0]
         say(
-            f"{origin}: {len(faults)} gold answers that their verifier cannot read; the"
-            f" first: row {one['row']}, {str(one['answer'])[:80]!r} ({one['verifier']}):"
+            f"{origin}: {len(faults)} gold answers that their verifier cannot read, or only as"
+            f" text; the first: row {one['row']}, {str(one['answer'])[:80]!r} ({one['verifier']}):"
             f" {one['why']}"
         )
     return faults

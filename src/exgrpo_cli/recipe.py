@@ -6,19 +6,33 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from exgrpo_cli.errors import InputError
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+SetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
 
 
 class Section(BaseModel):
     """A strict part of the recipe."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
 
@@ -36,7 +50,7 @@ class ModelSettings(Section):
     system: str = Field("", description="system message put before each prompt that has none")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="weights for sampling and scoring; auto: bfloat16 on a GPU, else float32",
+        description="weights for sampling, and of a frozen LoRA base; auto: bfloat16 on a GPU",
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
         "auto", description="attention implementation in transformers"
@@ -83,6 +97,24 @@ class VerifySettings(Section):
     timeout: float = Field(5.0, gt=0, description="hard limit for one answer, seconds")
     workers: int | None = Field(None, ge=1, description="worker processes; default: the cores")
     memory_mb: int = Field(2048, ge=256, description="memory a worker may take for an answer, MiB")
+    extract: Literal["auto", "boxed", "answer_tag", "hashes", "phrase", "last_line"] = Field(
+        "auto",
+        description="where the answer is; auto: the first of boxed, answer_tag, hashes, phrase",
+    )
+    format: Literal["think", "think_answer"] = Field(
+        "think", description="what format_reward is for: a thought, or one and <answer>...</answer>"
+    )
+    format_reward: float = Field(
+        0.0, ge=0, description="added to the reward of a response in this format; 0: off"
+    )
+    length_penalty: float = Field(
+        0.0, ge=0, description="taken from the reward of a truncated response; 0: off"
+    )
+    length_margin: int = Field(
+        0,
+        ge=0,
+        description="tokens before the limit over which the penalty rises; 0: only truncated ones",
+    )
 
 
 class ScoreSettings(Section):
@@ -120,6 +152,15 @@ class CurateSettings(Section):
     revive_after: int | None = Field(
         None, ge=1, description="retired questions come back after so many steps for a check-up"
     )
+    max_age: int | None = Field(
+        None, ge=1, description="trajectories older than so many steps leave the pool"
+    )
+    max_per_question: int | None = Field(
+        None, ge=1, description="stored successes a question keeps; the oldest go first"
+    )
+    max_trajectories: int | None = Field(
+        None, ge=1, description="trajectories in the whole pool; the oldest go first"
+    )
 
 
 class ObjectiveSettings(Section):
@@ -148,6 +189,11 @@ class ObjectiveSettings(Section):
         None, ge=1, description="divisor of fixed_length; default rollout.max_new_tokens"
     )
     entropy_bonus: float = Field(0.001, ge=0, description="coefficient of the entropy bonus")
+    truncated: Literal["keep", "zero_advantage"] = Field(
+        "keep",
+        description="zero_advantage: truncated fresh responses count in their group's mean, but"
+        " their own advantage is 0",
+    )
     kl: float = Field(0.0, ge=0, description="coefficient of the k3 KL to a reference policy")
     reference: str = Field("", description="reference policy of the KL; default the initial model")
 
@@ -157,7 +203,7 @@ class TrainSettings(Section):
 
     learning_rate: float = Field(1e-6, gt=0, description="AdamW's learning rate, constant")
     warmup_steps: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     skip_grad_norm: float | None = Field(
@@ -189,7 +235,7 @@ class LoraSettings(Section):
 class EvaluateSettings(Section):
     """Held-out problems."""
 
-    problems: dict[str, str] = Field({}, description="name = file, evaluated in the loop")
+    problems: dict[SetName, str] = Field({}, description="name = file, evaluated in the loop")
     samples: int = Field(4, ge=1, description="samples a question")
     temperature: float = Field(0.6, ge=0, description="0 is greedy")
     max_new_tokens: int | None = Field(None, ge=1, description="default rollout.max_new_tokens")

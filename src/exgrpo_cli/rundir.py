@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,31 @@ class RunDir:
             lines[number] = merged
         text = "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines))
         write_text(self.metrics, text)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from changing this run's state at the same time.
+
+        Held by what has one writer (``run``, ``curate``, ``train``), not by stages that share
+        their parts among tasks. The lock ends with its process, however that ends.
+
+        Raises:
+            InputError: another process holds it.
+        """
+        import fcntl
+
+        with (self.root / ".lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{self.root}: another exgrpo run, curate or train is at work in this run;"
+                    " wait for it, or stop it"
+                ) from None
+            except OSError:  # a file system without locks
+                yield
+                return
+            yield
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, in step order; empty before the first step.

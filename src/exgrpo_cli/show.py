@@ -155,7 +155,31 @@ def _run_pool(run: RunDir, step: int) -> dict[str, Any] | None:
         """,
         {"f": literal([run.experience]), "step": step},
         run.experience,
-    )[0]
+    )[0] | {"by_bucket": _pool_by_bucket(run, step)}
+
+
+def _pool_by_bucket(run: RunDir, step: int) -> dict[str, dict[str, Any]]:
+    """The stored trajectories by their question's bucket: how many, how old, how certain."""
+    if not run.questions.exists():
+        return {}
+    rows = query(
+        """
+        SELECT bucket, count(*) AS trajectories, avg($step - step) AS age_mean,
+               avg(mean_entropy) AS mean_entropy
+        FROM read_parquet($experience)
+        JOIN (SELECT problem_id, bucket FROM read_parquet($questions)) USING (problem_id)
+        WHERE bucket IS NOT NULL
+        GROUP BY bucket
+        ORDER BY list_position(['easy', 'medium', 'hard'], bucket)
+        """,
+        {
+            "experience": literal([run.experience]),
+            "questions": literal([run.questions]),
+            "step": step,
+        },
+        run.experience,
+    )
+    return {row.pop("bucket"): row for row in rows}
 
 
 def next_stage(run: RunDir, step: int, recipe: Recipe | None) -> dict[str, Any]:
@@ -249,6 +273,10 @@ def _show_run(found: Mapping[str, Any], console: Console) -> None:
             facts["pool"] += (
                 f"; age {pool['age_mean']:.1f} steps in the mean, {pool['age_max']} at most"
             )
+        for name, value, form in (("entropy", "mean_entropy", ".3f"), ("age", "age_mean", ".1f")):
+            held = [f"{bucket} {row[value]:{form}}" for bucket, row in pool["by_bucket"].items()]
+            if held:
+                facts[f"pool {name}"] = ", ".join(held)
     following = found["next"]
     words = {"done": "all steps are trained", "finished": "every question is retired"}
     what = words.get(following["stage"]) or f"{following['stage']} of step {following['step']}"

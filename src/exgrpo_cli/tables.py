@@ -426,21 +426,27 @@ def parse_shard(text: str | None) -> Shard:
     """``I/N`` (I from 0), or by default SLURM's array variables, or the whole.
 
     ``SLURM_ARRAY_TASK_MIN`` is subtracted, so ``--array=1-8`` and ``--array=0-7`` are the same.
+    An array with gaps (``--array=2,5``, to send two tasks again) does not tell how many tasks share
+    the work, so it needs ``--shard``.
 
     Raises:
-        InputError: the text is not I/N with 0 <= I < N.
+        InputError: the text is not I/N with 0 <= I < N, or the array has gaps.
     """
+    origin = "--shard"
     if text is None:
-        task, count = (
-            os.environ.get("SLURM_ARRAY_TASK_ID"),
-            os.environ.get("SLURM_ARRAY_TASK_COUNT"),
-        )
-        if not task or not count:
+        names = ("ID", "COUNT", "MIN", "MAX")
+        found = {name: os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in names}
+        if not found["ID"] or not found["COUNT"]:
             return WHOLE
-        text = f"{int(task) - int(os.environ.get('SLURM_ARRAY_TASK_MIN') or 0)}/{count}"
-        origin = "SLURM_ARRAY_TASK_ID and _COUNT"
-    else:
-        origin = "--shard"
+        if not all(value.isdigit() or not value for value in found.values()):
+            raise InputError(f"SLURM_ARRAY_TASK_*: not whole numbers: {found}; give --shard I/N")
+        task, count, first = (int(found[name] or 0) for name in ("ID", "COUNT", "MIN"))
+        if task - first >= count or (found["MAX"] and int(found["MAX"]) - first + 1 != count):
+            raise InputError(
+                f"SLURM array task {task} of {count} from {first}: an array with gaps does not tell"
+                " how many tasks share the work; give --shard I/N with the first submission's N"
+            )
+        text, origin = f"{task - first}/{count}", "SLURM_ARRAY_TASK_ID and _COUNT"
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not int(match[1]) < int(match[2]):
         raise InputError(f"{origin}: {text!r} is not I/N with I counted from 0, such as 0/4 to 3/4")

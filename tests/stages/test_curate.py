@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.recipe import CurateSettings, Recipe, parse_recipe
+from exgrpo_cli.recipe import CurateSettings, Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.stages import curate as stage
 from exgrpo_cli.stages.curate import (
@@ -35,6 +35,19 @@ from exgrpo_cli.stages.curate import (
     replay_candidates,
     replay_on,
 )
+from sample_log import (
+    group,
+    make_recipe,
+    plan,
+    row,
+    text_ids,
+    write_plan,
+    write_problems,
+    write_rollouts,
+    write_scores,
+    write_step,
+    write_verdicts,
+)
 
 VECTORS = Path(__file__).parents[2] / ".." / "shared" / "vectors"
 EXAMPLES = int(os.environ.get("EXGRPO_EXAMPLES", "25"))
@@ -45,160 +58,6 @@ def vectors(name: str) -> dict:
     if not path.exists():
         pytest.skip(f"{path} is not there")
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def make_recipe(samples: int = 4, seed: int = 0, **curate_settings: object) -> Recipe:
-    values = {"questions": 4, "replay_ratio": 0.5, **curate_settings}
-    return parse_recipe(
-        {"seed": seed, "rollout": {"samples": samples}, "curate": values}, "the test"
-    )
-
-
-def text_ids(text: str) -> list[int]:
-    """Token ids that are equal for equal texts only."""
-    return [ord(c) for c in text] + [1]
-
-
-def row(
-    step: int,
-    problem: str,
-    sample: int,
-    correct: bool,
-    text: str,
-    role: str = "fresh",
-    logprob: float = -1.0,
-    entropy: float | None = None,
-) -> dict:
-    """A rollout with its verdict; ``logprob`` is every token's, the entropy its negative."""
-    ids = text_ids(text)
-    tag = "" if role == "fresh" else "r"
-    return {
-        "rollout_id": f"s{step:05d}/{problem}/{sample:02d}{tag}",
-        "step": step,
-        "problem_id": problem,
-        "sample": sample,
-        "role": role,
-        "policy": step_name(step),
-        "prompt_ids": [7, len(problem)],
-        "token_ids": ids,
-        "text": text,
-        "logprobs": [logprob] * len(ids),
-        "entropies": None,
-        "mean_entropy": -logprob if entropy is None else entropy,
-        "entropy_source": "logprobs",
-        "mean_logprob": logprob,
-        "tokens": len(ids),
-        "token_hash": tables.token_hash(ids),
-        "finish_reason": "stop",
-        "seed": 0,
-        "correct": correct,
-    }
-
-
-def group(step: int, problem: str, pattern: str, role: str = "fresh", **more: float) -> list[dict]:
-    """Rows by a pattern: ``"1100"`` solves the first two of four; texts are all different.
-
-    A replay group's pattern leaves out its replayed row, so its samples count from 1.
-    """
-    first = 1 if role == "replay" else 0
-    return [
-        row(step, problem, i + first, c == "1", f"{problem}.s{step}.{i + first}", role, **more)
-        for i, c in enumerate(pattern)
-    ]
-
-
-def write_problems(run: RunDir, ids: list[str]) -> None:
-    tables.write_table(
-        "problems",
-        tables.frame(
-            "problems",
-            [
-                {
-                    "problem_id": problem,
-                    "prompt": [{"role": "user", "content": problem}],
-                    "answer": "1",
-                    "verifier": "math",
-                    "source": "test",
-                }
-                for problem in ids
-            ],
-        ),
-        run.problems,
-    )
-
-
-def write_verdicts(run: RunDir, step: int, rows: list[dict], parts: int = 1) -> None:
-    for i in range(parts):
-        verdicts = [
-            {
-                "rollout_id": r["rollout_id"],
-                "reward": float(r["correct"]),
-                "correct": r["correct"],
-                "status": "ok" if r["correct"] else "no_answer",
-                "verifier": "math",
-                "seconds": 0.0,
-            }
-            for r in rows[i::parts]
-        ]
-        path = run.verdicts(step) / tables.part_name(i, parts)
-        tables.write_table("verdicts", tables.frame("verdicts", verdicts), path)
-
-
-def write_rollouts(run: RunDir, step: int, rows: list[dict], parts: int = 1) -> None:
-    for i in range(parts):
-        path = run.rollouts(step) / tables.part_name(i, parts)
-        tables.write_table("rollouts", tables.frame("rollouts", rows[i::parts]), path)
-
-
-def write_scores(
-    run: RunDir,
-    step: int,
-    rows: list[dict],
-    entropy: dict[str, float],
-    prefix: str = "part",
-    parts: int = 1,
-    logprob: float = -0.25,
-) -> None:
-    """Scores under the step's policy of the rows whose id is in ``entropy``."""
-    scored = [
-        {
-            "rollout_id": r["rollout_id"],
-            "policy": step_name(step),
-            "step": step,
-            "logprobs": [logprob] * len(r["token_ids"]),
-            "entropies": [entropy[r["rollout_id"]]] * len(r["token_ids"]),
-            "mean_entropy": entropy[r["rollout_id"]],
-            "mean_logprob": logprob,
-        }
-        for r in rows
-        if r["rollout_id"] in entropy
-    ]
-    for i in range(parts):
-        path = run.scores(step) / tables.part_name(i, parts, prefix)
-        tables.write_table("scores", tables.frame("scores", scored[i::parts]), path)
-
-
-def write_plan(run: RunDir, step: int, rows: list[dict], extra: list[dict] | None = None) -> None:
-    """A plan that these rows could have followed."""
-    planned = {(r["problem_id"], r["role"]) for r in rows}
-    tables.write_table(
-        "plan",
-        tables.frame(
-            "plan",
-            [
-                {"step": step, "problem_id": problem, "role": role, "samples": 4}
-                for problem, role in sorted(planned)
-            ]
-            + (extra or []),
-        ),
-        run.plan(step),
-    )
-
-
-def write_step(run: RunDir, step: int, rows: list[dict], parts: int = 1) -> None:
-    write_plan(run, step, rows)
-    write_rollouts(run, step, rows, parts)
-    write_verdicts(run, step, rows, parts)
 
 
 def start_replay(run: RunDir, recipe: Recipe, problem: str = "zz") -> None:
@@ -222,15 +81,6 @@ def pool(run: RunDir) -> dict[str, list[str]]:
     for r in experience(run).to_dicts():
         stored.setdefault(r["problem_id"], []).append(r["rollout_id"])
     return stored
-
-
-def plan(run: RunDir, step: int) -> dict[str, list[str]]:
-    """The planned questions of each role, in order."""
-    table = tables.read_table("plan", run.plan(step))
-    return {
-        role: table.filter(pl.col("role") == role)["problem_id"].to_list()
-        for role in ("fresh", "replay")
-    }
 
 
 def table_bytes(run: RunDir) -> dict[str, bytes]:
@@ -547,6 +397,74 @@ def test_nothing_is_left_when_every_question_is_retired(run: RunDir) -> None:
     assert curate(run, 0, recipe)["finished"] is True  # also when it was done before
 
 
+# --- the limits of the pool ---------------------------------------------------------------------
+
+
+def test_trajectories_leave_when_they_are_too_old(run: RunDir) -> None:
+    recipe = make_recipe(max_age=2)
+    fill_pool(run, recipe, {"a": "1100"})
+    write_step(run, 2, group(2, "b", "1000"))
+    curate(run, 2, recipe)
+    assert set(pool(run)) == {"a", "b"}
+    assert set(plan(run, 3)["replay"]) == {"a", "b"}  # at age 2 it is still replayed
+    write_step(run, 3, group(3, "c", "0000"))
+    assert curate(run, 3, recipe)["pool/questions"] == 1
+    assert set(pool(run)) == {"b"}
+    assert plan(run, 4)["replay"] == ["b"]
+    assert questions(run)["a"]["bucket"] == "medium"  # what it was stays known
+    # Sampled again, the same tokens are new: they enter with their log-probabilities of now.
+    write_step(run, 4, [row(4, "a", i, i == 0, "a.s1.0", logprob=-0.5) for i in range(4)])
+    curate(run, 4, recipe)
+    assert pool(run) == {"a": ["s00004/a/00"]}
+    assert experience(run)["mean_logprob"].to_list() == [-0.5]
+
+
+def test_a_question_keeps_so_many_trajectories_the_newest(run: RunDir) -> None:
+    recipe = make_recipe(max_per_question=2)
+    fill_pool(run, recipe, {"a": "1110", "b": "1000"})
+    assert pool(run) == {"a": ["s00001/a/00", "s00001/a/01"], "b": ["s00001/b/00"]}
+    write_step(run, 2, group(2, "a", "0001"))
+    curate(run, 2, recipe)
+    assert pool(run) == {"b": ["s00001/b/00"], "a": ["s00001/a/00", "s00002/a/03"]}
+    assert questions(run)["a"]["successes"] == 1
+
+
+def test_the_pool_holds_so_many_trajectories_the_newest(run: RunDir) -> None:
+    recipe = make_recipe(max_trajectories=4)
+    fill_pool(run, recipe, {"a": "1110", "b": "1100"})
+    # Of one step's the higher samples go first, so that each question keeps one for longest.
+    assert pool(run) == {"a": ["s00001/a/00", "s00001/a/01"], "b": ["s00001/b/00", "s00001/b/01"]}
+    write_step(run, 2, group(2, "c", "1110"))
+    assert curate(run, 2, recipe)["pool/trajectories"] == 4
+    assert pool(run) == {"b": ["s00001/b/00"], "c": [f"s00002/c/{i:02d}" for i in range(3)]}
+    write_step(run, 3, group(3, "d", "1110") + group(3, "e", "1110"))
+    curate(run, 3, recipe)
+    assert {q: len(held) for q, held in pool(run).items()} == {"d": 2, "e": 2}
+
+
+def test_other_limits_derive_anew_and_no_limit_was_there_before(run: RunDir) -> None:
+    fill_pool(run, make_recipe(), {"a": "1100", "b": "1000"})
+    recorded = json.loads(run.curation.read_text())
+    for key in ("max_age", "max_per_question", "max_trajectories"):
+        del recorded["settings"][key]  # as an earlier version left it
+    tables.write_json(run.curation, recorded)
+    assert curate(run, 1, make_recipe())["skipped"] is True
+    assert curate(run, 1, make_recipe(max_trajectories=1))["skipped"] is False
+    assert pool(run) == {"b": ["s00001/b/00"]}
+    write_step(run, 2, group(2, "c", "0000"))
+    assert curate(run, 2, make_recipe())["rebuilt"] is True
+    assert set(pool(run)) == {"a", "b"}
+
+
+def test_the_pool_lies_in_order_of_entry(run: RunDir) -> None:
+    fill_pool(run, make_recipe(), {"b": "1110", "a": "1100"})
+    write_step(run, 2, group(2, "a", "011", "replay") + group(2, "c", "1000"), parts=3)
+    curate(run, 2, make_recipe())
+    held = experience(run).select("step", "problem_id", "sample")
+    assert held.height == 8
+    assert held.rows() == sorted(held.rows())
+
+
 # --- which trajectory is replayed ---------------------------------------------------------------
 
 
@@ -783,6 +701,41 @@ def test_draws_of_questions_follow_the_probabilities(run: RunDir, weights: str) 
         expected = draws * weight[k] / sum(weight.values()) / len(members)
         chi_square += sum((drawn[q] - expected) ** 2 / expected for q in members)
     assert chi_square < 34.5  # 13 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("method", ["normal", "linear", "sqrt", "linear_clip"])
+def test_planned_questions_follow_the_vectors(run: RunDir, method: str) -> None:
+    """Whole plans over many seeds against the probabilities of the public implementation."""
+    probability = next(
+        {int(k): p for k, p in case["probability"].items()}
+        for case in vectors("bucket_probabilities")["cases"]
+        if case["method"] == method and case["n_rollout"] == 8 and len(case["probability"]) == 7
+    )
+    sizes = dict.fromkeys(probability, 6)
+    names = {f"k{k}n{i}": k for k, n in sizes.items() for i in range(n)}
+    write_problems(run, ["zz", *names])
+    recipe = make_recipe(samples=8, questions=12, weights=method)
+    write_step(run, 0, group(0, "zz", "11111000"))
+    curate(run, 0, recipe)
+    write_step(run, 1, [r for q, k in names.items() for r in group(1, q, "1" * k + "0" * (8 - k))])
+    curate(run, 1, recipe)
+    drawn: Counter[int] = Counter()
+    with stage._connect() as con:
+        stage._load(con, run)
+        stage._fill_problem_ids(con, run.problems)
+        for seed in range(50):
+            made, _ = stage._plan(con, recipe.model_copy(update={"seed": seed}), 2, True)
+            replayed = made.filter(pl.col("role") == "replay")["problem_id"].to_list()
+            drawn.update(names[q] for q in replayed)  # six, and no bucket is smaller
+    draws = sum(drawn.values())
+    assert draws == 300
+    common = {k: p for k, p in probability.items() if draws * p >= 5}
+    rest = 1 - sum(common.values())
+    found = [(drawn[k], draws * p) for k, p in common.items()]
+    if draws * rest > 1:
+        found.append((sum(drawn[k] for k in probability.keys() - common.keys()), draws * rest))
+    chi_square = sum((n - expected) ** 2 / expected for n, expected in found)
+    assert chi_square < 22.5  # at most 6 degrees of freedom, p = 0.001
 
 
 def sample_by_plan(run: RunDir, step: int, pattern: str = "0000") -> list[str]:
@@ -1079,6 +1032,30 @@ class Reference:
                     held.setdefault(r["token_hash"], r | {"scored": scored.get(r["rollout_id"])})
         if self.replay_from is None and solved_rows / all_rows > self.curate.start_success:
             self.replay_from = step + 1
+        self.prune(step + 1)
+
+    def prune(self, following: int) -> None:
+        """Leave what the pool may hold before the following step; the first to go come first."""
+        limits = self.curate
+        for q, held in self.pool.items():
+            order = sorted(held, key=lambda h: leaving(held[h]))
+            surplus = 0
+            if limits.max_per_question is not None:
+                surplus = max(0, len(order) - limits.max_per_question)
+            if limits.max_age is not None:
+                oldest = following - limits.max_age
+                surplus = max(surplus, sum(r["step"] < oldest for r in held.values()))
+            self.pool[q] = {h: held[h] for h in order[surplus:]}
+        if limits.max_trajectories is not None:
+            everything = [(leaving(r), q, h) for q, p in self.pool.items() for h, r in p.items()]
+            surplus = max(0, len(everything) - limits.max_trajectories)
+            for _, q, h in sorted(everything)[:surplus]:
+                del self.pool[q][h]
+
+
+def leaving(r: dict) -> tuple[int, int, str]:
+    """Old ones leave first; of a step's, those with the highest sample numbers."""
+    return (r["step"], -r["sample"], r["rollout_id"])
 
 
 @st.composite
@@ -1094,6 +1071,9 @@ def histories(draw: st.DrawFn) -> tuple[Recipe, list[dict], list[tuple]]:
         revive_after=draw(st.sampled_from([None, None, 1, 2])),
         weights=draw(st.sampled_from(["normal", "linear", "uniform"])),
         selection=draw(st.sampled_from(["lowest_entropy", "random", "newest"])),
+        max_age=draw(st.sampled_from([None, None, 1, 2])),
+        max_per_question=draw(st.sampled_from([None, None, 1, 2])),
+        max_trajectories=draw(st.sampled_from([None, None, 1, 4])),
     )
     steps = []
     for step in range(draw(st.integers(2, 4))):

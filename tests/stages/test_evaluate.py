@@ -184,8 +184,8 @@ def test_a_warm_engine_is_used_and_left_open(
     engine = open_engine(recipe, policy)
     try:
         cold = run(out=tmp_path / "cold")
-        warm = run(out=tmp_path / "warm", engine=engine)
-        again = run(out=tmp_path / "again", engine=engine)  # it was not closed
+        warm = run(out=tmp_path / "warm", engine=lambda: engine)
+        again = run(out=tmp_path / "again", engine=lambda: engine)  # it was not closed
     finally:
         engine.close()
     assert cold == warm == again

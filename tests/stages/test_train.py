@@ -223,6 +223,28 @@ def test_first_update_follows_the_plain_objective(tmp_path, model_folder, scores
     json.dumps(metrics, allow_nan=False)
 
 
+def test_truncated_responses_can_be_left_without_advantage(tmp_path):
+    arguments = make_step(tmp_path, tiny())
+    part = arguments["rollouts"] / tables.part_name(0, 2)
+    rows = tables.read_table("rollouts", part).to_dicts()
+    cut = {row["rollout_id"] for row in rows[::2]}
+    for row in rows[::2]:
+        row["finish_reason"] = "length"
+    tables.write_table("rollouts", tables.frame("rollouts", rows), part)
+
+    def advantages(truncated):
+        groups = stage._read_groups(
+            arguments["rollouts"], arguments["verdicts"], None, arguments["curated"], 0,
+            recipe(objective={"entropy_bonus": 0.0, "truncated": truncated}),
+        )  # fmt: skip
+        return [(row.rollout_id, row.replayed, row.advantage) for group in groups for row in group]
+
+    kept, silent = advantages("keep"), advantages("zero_advantage")
+    assert any(value and name in cut for name, _, value in kept)
+    # The others' advantages still come from the whole group's mean.
+    assert silent == [(n, past, 0.0 if n in cut and not past else v) for n, past, v in kept]
+
+
 def test_the_first_update_moves_every_weight_by_the_learning_rate(tmp_path, model_folder):
     arguments = make_step(tmp_path, tiny())
     run(arguments, model_folder)

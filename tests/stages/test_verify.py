@@ -1,5 +1,8 @@
 """The verify stage, from files to files."""
 
+import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -8,7 +11,10 @@ import pytest
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.stages import verify as stage
 from exgrpo_cli.stages.verify import explain, verify
+
+Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
 
 RECIPE = parse_recipe({"verify": {"workers": 1, "timeout": 1.0}}, "test")
 
@@ -203,6 +209,119 @@ def test_only_the_columns_it_needs(tmp_path: Path, problems: Path) -> None:
         {"rollout_id": ["a"], "problem_id": ["m"], "text": ["#### 1/2"], "else": [1]}
     ).write_parquet(loose)
     assert verify(loose, problems, tmp_path / "v.parquet", Recipe())["correct"] == 1
+
+
+def test_the_recipe_says_where_the_answer_is(tmp_path: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", [("m", "2", "numeric", None)])
+    file = write_rollouts(
+        tmp_path / "r.parquet", [rollout("m", 0, r"\boxed{1} <answer>2</answer>")]
+    )
+    for rule, extracted in (("auto", "1"), ("answer_tag", "2"), ("hashes", None)):
+        recipe = parse_recipe({"verify": {"workers": 1, "extract": rule}}, "test")
+        result = verify(file, problems, tmp_path / f"{rule}.parquet", recipe)
+        verdicts = tables.read_table("verdicts", tmp_path / f"{rule}.parquet")
+        assert verdicts["extracted"].to_list() == [extracted]
+        assert result["correct"] == (extracted == "2")
+        assert explain(file, problems, "s00000/m/00", recipe)["extracted"] == extracted
+
+
+def test_rewards_for_format_and_length(tmp_path: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", [("m", "1", "exact", None)])
+    rows = [
+        rollout("m", 0, r"<think>a</think> \boxed{1}"),
+        rollout("m", 1, r"<think>a</think> \boxed{2}"),
+        rollout("m", 2, r"\boxed{1}") | {"tokens": 95},
+        rollout("m", 3, r"\boxed{1} and so on") | {"tokens": 100, "finish_reason": "length"},
+        rollout("m", 4, "cut") | {"tokens": 7, "finish_reason": "length"},
+    ]
+    file = write_rollouts(tmp_path / "r.parquet", rows)
+
+    def rewards(**options: object) -> list[float]:
+        recipe = parse_recipe(
+            {"verify": {"workers": 1} | options, "rollout": {"max_new_tokens": 100}}, "test"
+        )
+        out = tmp_path / "v.parquet"
+        verify(file, problems, out, recipe, force=True)
+        verdicts = tables.read_table("verdicts", out)
+        assert verdicts["correct"].to_list() == [True, False, True, True, False]
+        assert verdicts["status"].to_list() == ["ok"] * 4 + ["no_answer"]
+        shown = explain(file, problems, "s00000/m/03", recipe)
+        assert shown["reward"] == pytest.approx(verdicts["reward"][3])
+        return verdicts["reward"].to_list()
+
+    assert rewards() == [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert rewards(format_reward=0.25) == [1.25, 0.25, 1.0, 1.0, 0.0]
+    assert rewards(length_penalty=0.5) == [1.0, 0.0, 1.0, 0.5, -0.5]
+    assert rewards(length_penalty=0.5, length_margin=20) == [1.0, 0.0, 0.625, 0.5, -0.5]
+    # the columns for lengths are read only where they are needed
+    pl.DataFrame({"rollout_id": ["a"], "problem_id": ["m"], "text": ["#### 1"]}).write_parquet(file)
+    recipe = parse_recipe({"verify": {"workers": 1, "length_penalty": 1.0}}, "test")
+    with pytest.raises(InputError, match="column tokens is missing"):
+        verify(file, problems, tmp_path / "v.parquet", recipe, force=True)
+
+
+def test_another_verifier_than_the_problems_say(tmp_path: Path) -> None:
+    problems = write_problems(tmp_path / "p.parquet", [("e", "1/2", "exact", None)])
+    file = write_rollouts(tmp_path / "r.parquet", [rollout("e", 0, r"\boxed{0.5}")])
+    out = tmp_path / "v.parquet"
+    assert verify(file, problems, out, RECIPE)["correct"] == 0
+    assert verify(file, problems, out, RECIPE, force=True, verifier="numeric")["correct"] == 1
+    assert tables.read_table("verdicts", out)["verifier"].to_list() == ["numeric"]
+    assert explain(file, problems, "s00000/e/00", RECIPE, "numeric")["correct"] is True
+    with pytest.raises(InputError, match="unknown verifier"):
+        verify(file, problems, out, RECIPE, verifier="numerics")
+
+
+def test_a_large_file_is_read_and_written_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_ROWS_READ", 7)
+    monkeypatch.setattr(stage, "_ROWS_JUDGED", 50)
+    problems = write_problems(tmp_path / "p.parquet", [("m", "1", "math", None)])
+    rows = [rollout("m", i, f"\\boxed{{{i % 3}}}") for i in range(333)]
+    folder = tmp_path / "with [brackets]"
+    file = write_rollouts(folder / "all.parquet", rows)
+    out = folder / "v.parquet"
+    killed = folder / ".v.parquet.x.parts"
+    killed.mkdir()
+    result = verify(file, problems, out, RECIPE)
+    assert (result["rows"], result["correct"], result["by_status"]["ok"]) == (333, 111, 333)
+    verdicts = tables.read_table("verdicts", out)
+    assert verdicts["rollout_id"].to_list() == [row["rollout_id"] for row in rows]
+    assert verdicts["correct"].to_list() == [i % 3 == 1 for i in range(333)]
+    assert sorted(path.name for path in folder.iterdir()) == ["all.parquet", "v.parquet"]
+    # a fault far in leaves the old verdicts and nothing else
+    rows[300]["problem_id"] = "gone"
+    write_rollouts(file, rows)
+    with pytest.raises(InputError, match="'gone'"):
+        verify(file, problems, out, RECIPE, force=True)
+    assert tables.read_table("verdicts", out).equals(verdicts)
+    assert sorted(path.name for path in folder.iterdir()) == ["all.parquet", "v.parquet"]
+
+
+def test_a_null_is_named_by_its_row(tmp_path: Path, problems: Path) -> None:
+    file = tmp_path / "r.parquet"
+    pl.DataFrame(
+        {"rollout_id": ["a", "b"], "problem_id": ["m", "m"], "text": ["x", None]}
+    ).write_parquet(file)
+    with pytest.raises(InputError, match="column text is null in row 2"):
+        verify(file, problems, tmp_path / "v.parquet", RECIPE)
+
+
+def test_explain_on_the_command_line(tmp_path: Path, problems: Path, exgrpo: Exgrpo) -> None:
+    rollouts = write_parts(tmp_path / "rollouts", 1)
+    done = exgrpo(
+        "verify", "--rollouts", rollouts, "--problems", problems,
+        "--explain", "s00000/m/00", "--json",
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert (found["answer"], found["extracted"]) == (r"\frac{1}{2}", "0.5")
+    assert (found["status"], found["correct"], found["reward"]) == ("ok", True, 1.0)
+    assert "1/2" in found["parsed_answer"]
+    assert "1/2" in found["parsed_extracted"]
+    assert found["why"] == "equal to the gold answer"
+    assert found["response_end"].endswith(r"So \boxed{0.5} 0")
+    assert not list(tmp_path.glob("*verdicts*"))  # nothing is written
 
 
 def test_explain(tmp_path: Path, problems: Path) -> None:

@@ -1,12 +1,20 @@
 """The final answer of a response."""
 
 import time
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo_cli.verifiers.extract import after_thinking, extract_answer, last_boxed
+from exgrpo_cli.recipe import VerifySettings
+from exgrpo_cli.verifiers.extract import (
+    RULES,
+    _last_whole_box,
+    after_thinking,
+    extract_answer,
+    last_boxed,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,61 @@ from exgrpo_cli.verifiers.extract import after_thinking, extract_answer, last_bo
 )
 def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
+
+
+ALL = (
+    "<think>#### 0</think>\n#### 1\nThe answer is 2.\n<answer>\\boxed{3}</answer>\n"
+    "\\boxed{4}\nlast: 5"
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "answer"),
+    [
+        ("auto", "4"), ("boxed", "4"), ("answer_tag", "3"), ("hashes", "1"), ("phrase", "2"),
+        ("last_line", "last: 5"),
+    ],
+)  # fmt: skip
+def test_the_rule_says_where_the_answer_is(rule: str, answer: str) -> None:
+    assert extract_answer(ALL, rule) == answer
+    assert extract_answer("<think>" + ALL.replace("</think>", ""), rule) == answer
+    # no rule falls back on another form
+    kept = {"auto": "x", "boxed": "x", "answer_tag": "x", "hashes": "x", "phrase": "x"}
+    assert extract_answer("x", rule) == ("x" if rule not in kept else None)
+    assert extract_answer(" \n ", rule) is None
+
+
+def test_recipe_and_rules_are_the_same() -> None:
+    annotation = VerifySettings.model_fields["extract"].annotation
+    assert set(get_args(annotation)) == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("I see no answer: yet.\n" + "word " * 500 + "\nthe answer is 4. Done.", "4"),
+        ("The answer is 3.\n" + "word " * 500 + "my answer is what I said.", "3"),
+        ("İ" * 300 + " The answer is 3.", "3"),
+        ("The\nfinal\nanswer\nis\n\n7", "7"),
+        ("x" * 300 + " Answer: 3", None),
+        ("x" * 300 + "\nAnswer: 3", "3"),
+    ],
+)
+def test_the_last_phrase_in_long_texts(text: str, answer: str | None) -> None:
+    assert extract_answer(text, "phrase") == answer
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["\\boxed{", "\\fbox{", "\\\\boxed{", "boxed", "\\", "{", "}", "\\{", "\\}", "1", " "]
+        ),
+        max_size=14,
+    ).map("".join)
+)
+def test_looking_at_the_last_box_alone_changes_nothing(text: str) -> None:
+    expected = _last_whole_box(text) if "box" in text else None
+    assert last_boxed(text) == expected
 
 
 balanced = st.recursive(

@@ -1,6 +1,11 @@
 """Mathematical equality, multiple choice, exact text and numbers."""
 
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +17,28 @@ from exgrpo_cli.verifiers.pool import Job, Pool
 BENCHMARKS = Path(__file__).parents[2].parent / "shared" / "data" / "math-benchmarks.verl.parquet"
 
 
+# Without LaTeX, such as -3./2, which is read without the box.
+ARITHMETIC = re.compile(r"[-+*/^()\d.,\s]+")
+
+
+@cache
+def parsed(text: str) -> Any:
+    from math_verify import parse
+
+    return parse(f"\\boxed{{{text}}}")
+
+
 def plain(gold: str, answer: str) -> bool:
     """math-verify as its users call it."""
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    return bool(verify(parse(f"\\boxed{{{gold}}}"), parse(f"\\boxed{{{answer}}}")))
+    return bool(verify(parsed(gold), parsed(answer)))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2, timeout=20) as pool:
+        yield pool
 
 
 GOLDS = [
@@ -46,12 +68,11 @@ def responses() -> list[tuple[str, str]]:
     return pairs
 
 
-def test_verdicts_are_those_of_plain_math_verify() -> None:
+def test_verdicts_are_those_of_plain_math_verify(pool: Pool) -> None:
     pairs = responses()
     assert len(pairs) == 100
     jobs = [Job("math", gold, extract_answer(text)) for gold, text in pairs]
-    with Pool(2, timeout=20) as pool:
-        verdicts = pool.judge(jobs)
+    verdicts = pool.judge(jobs)
     expected = [plain(job.answer, job.extracted or "") for job in jobs]
     assert [v.correct for v in verdicts] == expected
     assert {v.status for v in verdicts} == {"ok"}
@@ -94,32 +115,47 @@ def test_explain_says_how_answers_were_read() -> None:
     assert "1/2" in verdict.parsed_extracted
 
 
+def rewritten(gold: str) -> list[str]:
+    """The gold answer in other spellings, most of them equal to it."""
+    bare = gold.strip().strip("$").strip()
+    return [
+        bare,
+        f"${bare}$",
+        bare.replace("\\frac", "\\dfrac"),
+        bare.replace(" ", ""),
+        f"\\text{{{bare}}}" if bare.isalpha() else f"{{{bare}}}",
+        f"{bare}.0" if bare.isdigit() else f"x = {bare}",
+    ]
+
+
 @pytest.mark.skipif(not BENCHMARKS.exists(), reason="no benchmark data here")
-def test_real_golds_against_themselves_and_others() -> None:
+def test_real_golds_against_themselves_and_others(pool: Pool) -> None:
+    """Every 25th gold answer; all of them, for some minutes, with EXGRPO_ALL_ANSWERS=1."""
     import polars as pl
 
     rows = pl.read_parquet(BENCHMARKS)["reward_model"].struct.field("ground_truth").unique()
-    golds = sorted(rows.to_list())[::28]
-    readable = [g for g in golds if check_gold(g) is None]
-    assert len(readable) > 0.9 * len(golds) > 30
+    golds = sorted(rows.to_list())[:: 1 if os.environ.get("EXGRPO_ALL_ANSWERS") else 25]
     jobs = []
-    for index, gold in enumerate(readable):
-        other = readable[(index + 1) % len(readable)]
-        bare = gold.strip("$")
-        for text in (
-            f"\\boxed{{{gold}}}",
-            f"<think>Hm, \\boxed{{0}}</think> It is\n\n$$\\boxed{{{bare}}}$$",
-            f"\\boxed{{{other}}}",
-        ):
-            jobs.append(Job("math", gold, extract_answer(text)))
-    with Pool(2, timeout=20) as pool:
-        verdicts = pool.judge(jobs)
-    wrong = [j for j, v in zip(jobs, verdicts, strict=True) if not v.correct]
-    assert not [j for j in wrong if j.extracted in (j.answer, j.answer.strip("$"))]
-    crossed = list(zip(jobs, verdicts, strict=True))[2::3]
-    assert [v.correct for _, v in crossed] == [
-        plain(j.answer, j.extracted or "") for j, _ in crossed
-    ]
+    for index, gold in enumerate(golds):
+        other = golds[(index + 1) % len(golds)]
+        texts = [f"\\boxed{{{gold}}}", f"<think>Hm, \\boxed{{0}}</think>\n$$\\boxed{{{other}}}$$"]
+        spelled = rewritten(gold)
+        texts += [
+            f"The answer is \\boxed{{{spelled[(index + k) % len(spelled)]}}}." for k in (0, 1)
+        ]
+        jobs += [Job("math", gold, extract_answer(text)) for text in texts]
+    verdicts = pool.judge(jobs)
+    different, late = [], 0
+    for job, verdict in zip(jobs, verdicts, strict=True):
+        late += verdict.status in ("timeout", "error")
+        if verdict.status == "ok" and verdict.correct != plain(job.answer, job.extracted or ""):
+            different.append((job.answer, job.extracted))
+    assert not [pair for pair in different if not ARITHMETIC.fullmatch(pair[0])]
+    assert late <= 0.01 * len(jobs)
+    itself = [v for v in verdicts[::4] if v.status == "ok"]
+    assert all(v.correct for v in itself)
+    assert len(itself) > 0.95 * len(golds)
+    assert 0.4 * len(jobs) < sum(v.correct for v in verdicts) < 0.9 * len(jobs)
 
 
 @pytest.mark.parametrize(

@@ -106,4 +106,6 @@ WHERE r.correct AND g.stores
 QUALIFY row_number() OVER (
     PARTITION BY r.problem_id, r.token_hash
     ORDER BY r.role DESC, r.sample, r.rollout_id -- the replay group comes first
-) = 1;
+) = 1
+-- The table keeps this order, so the pool lies in order of entry and is never sorted as a whole.
+ORDER BY r.problem_id, r.sample, r.rollout_id;

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import tempfile
@@ -223,22 +224,28 @@ def _digest(run: RunDir, step: int) -> str:
     A part is written once and renamed into place, so a part that was made again has another time.
     The scores of replay candidates are left out: the tables do not depend on them.
     """
-    paths = [run.plan(step)]
-    for folder, pattern in (
-        (run.rollouts(step), "*.parquet"),
-        (run.verdicts(step), "*.parquet"),
-        (run.scores(step), "part-*.parquet"),
-    ):
-        if folder.is_dir():
-            paths += sorted(p for p in folder.glob(pattern) if not p.name.startswith("."))
-        else:
-            paths.append(folder)  # an explicit path may be a single file
     lines = []
-    for path in paths:
-        if path.exists():
+    for path, prefix in (
+        (run.plan(step), ""),
+        (run.rollouts(step), ""),
+        (run.verdicts(step), ""),
+        (run.scores(step), "part-"),
+    ):
+        name = str(path.relative_to(run.root) if path.is_relative_to(run.root) else path)
+        if path.is_file():  # a plan; an explicit path may be a single file too
             status = path.stat()
-            name = path.relative_to(run.root) if path.is_relative_to(run.root) else path
             lines.append(f"{name} {status.st_size} {status.st_mtime_ns}")
+        elif path.is_dir():
+            with os.scandir(path) as entries:  # a run has tens of thousands of parts
+                parts = sorted(
+                    (entry.name, entry.stat())
+                    for entry in entries
+                    if entry.name.startswith(prefix)
+                    and entry.name.endswith(".parquet")
+                    and not entry.name.startswith(".")
+                    and entry.is_file()
+                )
+            lines += [f"{name}/{part} {s.st_size} {s.st_mtime_ns}" for part, s in parts]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
@@ -267,6 +274,9 @@ def _table_settings(recipe: Recipe) -> dict[str, Any]:
         "start_success": curate.start_success,
         "store_before_start": curate.store_before_start,
         "revive_after": curate.revive_after,
+        "max_age": curate.max_age,
+        "max_per_question": curate.max_per_question,
+        "max_trajectories": curate.max_trajectories,
     }
 
 
@@ -393,6 +403,14 @@ def _take_in(
         revive_after=curate.revive_after,
     )
     run_sql(con, "take_in", step=step, count_replayed=curate.count_replayed)
+    run_sql(
+        con,
+        "prune",
+        step=step,
+        max_age=curate.max_age,
+        max_per_question=curate.max_per_question,
+        max_trajectories=curate.max_trajectories,
+    )
     solved, sampled = con.execute(
         "SELECT coalesce(sum(successes), 0), coalesce(sum(attempts), 0) FROM step_groups"
         " WHERE fresh_attempts > 0"
@@ -443,11 +461,9 @@ def _write_tables(
     if run.curation.exists():
         run.curation.unlink()
         tables.fsync(run.root)
-    for name, path, order in (
-        ("pool", run.experience, "problem_id, step, sample, rollout_id"),
-        ("questions", run.questions, "problem_id"),
-    ):
-        _copy(con, f"SELECT * FROM {name} ORDER BY {order}", path)
+    # The pool lies in order of entry, however it was derived; sorting it took half of the time.
+    _copy(con, "SELECT * FROM pool", run.experience)
+    _copy(con, "SELECT * FROM questions ORDER BY problem_id", run.questions)
     tables.write_json(
         run.curation,
         {
@@ -460,11 +476,15 @@ def _write_tables(
     )
 
 
+# Ids and hashes are all different: trying a dictionary of them took most of the time of writing.
+_PARQUET = "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000"
+
+
 def _copy(con: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
     """Write a query's rows to a Parquet file, atomically."""
     with tables.atomic_path(path) as temporary:
         quoted = str(temporary.absolute()).replace("'", "''")
-        con.execute(f"COPY ({query}) TO '{quoted}' (FORMAT parquet, COMPRESSION zstd)").fetchall()
+        con.execute(f"COPY ({query}) TO '{quoted}' ({_PARQUET})").fetchall()
 
 
 def _read_curation(run: RunDir) -> dict[str, Any] | None:
@@ -478,6 +498,11 @@ def _read_curation(run: RunDir) -> dict[str, Any] | None:
     if not isinstance(recorded, dict) or recorded.get("version") != 1:
         return None
     return recorded
+
+
+def _same_settings(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether the tables were derived under these settings; a key unknown then was null."""
+    return all(recorded["settings"].get(key) == value for key, value in settings.items())
 
 
 def _same_prefix(recorded: Mapping[str, Any], digests: Mapping[str, str], upto: int) -> bool:
@@ -583,7 +608,14 @@ def _choose(
 ) -> None:
     """What the step replays into ``chosen``, from the pool as it stands before the step."""
     _read_plan(con, step_files.plan)
-    _read_scored(con, step_files.replay_scores, step)
+    _choose_planned(con, step, step_files.replay_scores, recipe)
+
+
+def _choose_planned(
+    con: duckdb.DuckDBPyConnection, step: int, replay_scores: Sequence[Path], recipe: Recipe
+) -> None:
+    """What the replay questions of ``planned`` replay, into ``chosen``."""
+    _read_scored(con, replay_scores, step)
     run_sql(
         con,
         "choose",
@@ -823,6 +855,102 @@ def _require_plan(run: RunDir, step: int) -> Path:
     return path
 
 
+# --- other recipes over the same log ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a recipe plans and replays in a step, given the log of the steps before it."""
+
+    step: int
+    replaying: bool
+    """Whether replay is on in the step."""
+    fresh: list[str]
+    """The fresh questions of the plan."""
+    replay: list[str]
+    """The replay questions of the plan."""
+    chosen: list[dict[str, Any]]
+    """A trajectory for each replay question: ``problem_id``, ``rollout_id``, ``collected_step``,
+    ``mean_entropy`` (nats), ``stale`` (not under the step's policy) and ``bucket``."""
+    pool: dict[str, Any]
+    """The experience before the step: ``trajectories``, ``questions``, ``easy``, ``medium``,
+    ``hard``, ``retired`` and ``age_mean`` (steps; None where the pool is empty)."""
+
+
+def choices(run: RunDir, recipe: Recipe, log: Log | None = None) -> Iterator[Choice]:
+    """What a recipe would have planned and replayed in each step of a run's log.
+
+    The experience is derived in memory from the recorded rollouts and verdicts, step by step; no
+    file of the run is read or written beyond that. Before each step its plan is drawn and its
+    trajectories are chosen. Entropies are those that were scored for the step, where the trajectory
+    was a candidate of the run then, and otherwise those of its collection.
+
+    Args:
+        run: the run directory.
+        recipe: ``curate``, ``rollout.samples`` and ``seed``.
+        log: for a one-line message where the last step is not whole.
+
+    Yields:
+        One for each step that has rollouts, and one for the step after the last.
+
+    Raises:
+        InputError: no problems, or a step of the log before the last that is not whole.
+    """
+    run = RunDir(run.root)
+    steps = run.steps("rollouts")
+    state = _State()
+    with tempfile.TemporaryDirectory(prefix="exgrpo-") as spill, _connect(Path(spill)) as con:
+        _fill_problem_ids(con, run.problems)
+        for step in steps:
+            step_files, unfinished = None, ""
+            try:
+                step_files = _step_files(run, step)
+            except InputError as error:
+                if step < steps[-1]:
+                    raise
+                unfinished = str(error)
+            scores = step_files.replay_scores if step_files else []
+            yield _choice(con, step, scores, recipe, state)
+            if step_files is None:
+                if log:
+                    log(f"step {step} is planned, but not taken in: {unfinished}")
+                return
+            _take_in(con, run, step, step_files, recipe, state)
+        if steps:
+            yield _choice(con, steps[-1] + 1, [], recipe, state)
+
+
+def _choice(
+    con: duckdb.DuckDBPyConnection,
+    step: int,
+    replay_scores: Sequence[Path],
+    recipe: Recipe,
+    state: _State,
+) -> Choice:
+    """The plan and the choice of a step, from ``pool`` and ``questions`` before it."""
+    replaying = state.replay_from is not None and state.replay_from <= step
+    plan, _ = _plan(con, recipe, step, replaying)
+    rows = plan.select("problem_id", "role").rows()
+    _fill(con, "planned", rows)
+    _choose_planned(con, step, replay_scores, recipe)
+    chosen = con.execute(
+        "SELECT problem_id, rollout_id, collected_step, mean_entropy, stale, bucket FROM chosen"
+    )
+    names = [column[0] for column in chosen.description or []]
+    picked = [dict(zip(names, row, strict=True)) for row in chosen.fetchall()]
+    (statement,) = con.extract_statements(sql_text("pool_state"))
+    result = con.execute(statement, {"step": step, "revive_after": recipe.curate.revive_after})
+    numbers = [column[0] for column in result.description or []]
+    return Choice(
+        step=step,
+        replaying=replaying,
+        fresh=[problem for problem, role in rows if role == "fresh"],
+        replay=[problem for problem, role in rows if role == "replay"],
+        chosen=picked,
+        pool=dict(zip(numbers, result.fetchall()[0], strict=True)),
+    )
+
+
 # --- the stage ----------------------------------------------------------------------------------
 
 
@@ -928,7 +1056,7 @@ def curate(
         not (rebuild or force)
         and recorded is not None
         and recorded["last_step"] >= step
-        and recorded["settings"] == settings
+        and _same_settings(recorded, settings)
         and _same_prefix(recorded, digests, step)
         and all(path.exists() for path in outputs)
         and not _chosen_before(run.curated(step), step_files.replay_scores)
@@ -947,7 +1075,7 @@ def curate(
             not rebuild
             and recorded is not None
             and recorded["last_step"] < step
-            and all(recorded["settings"].get(k) == v for k, v in _table_settings(recipe).items())
+            and _same_settings(recorded, _table_settings(recipe))
             and _same_prefix(recorded, digests, recorded["last_step"])
         )
         if goes_on and recorded is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def evaluate(
     samples: int,
     temperature: float,
     max_new_tokens: int,
-    engine: Engine | None = None,
+    engine: Callable[[], Engine] | None = None,
     step: int = 0,
     force: bool = False,
     log: Log = quiet,
@@ -53,7 +53,8 @@ def evaluate(
         samples: a problem; at temperature 0 one is enough and one is taken.
         temperature: of sampling; 0 is greedy.
         max_new_tokens: maximum response length.
-        engine: a loaded engine that holds this policy; by default one is opened and closed.
+        engine: gives a loaded engine that holds this policy, and is called only when there is
+            something to sample; by default one is opened here, and closed.
         step: the policy's step; goes into the tables and the summary.
         force: evaluate anew, whatever ``out`` holds.
         log: gets plain lines.
@@ -102,7 +103,9 @@ def evaluate(
         "seed": recipe.seed,
         "problems": _digest([pid, *ids] for pid, ids in sorted(prompts.items())),
     }
-    answers = _digest(sorted(table.select("problem_id", "answer", "verifier").rows()))
+    answers = _digest(
+        [recipe.verify.extract, *sorted(table.select("problem_id", "answer", "verifier").rows())]
+    )
     rollouts, verdicts = out / "rollouts.parquet", out / "verdicts.parquet"
     request = out / "evaluation.json"
     before = json.loads(request.read_text(encoding="utf-8")) if request.exists() else {}
@@ -208,7 +211,7 @@ def _sample(
     prompts: dict[str, list[int]],
     asked: dict[str, Any],
     recipe: Recipe,
-    engine: Engine | None,
+    engine: Callable[[], Engine] | None,
     log: Log,
 ) -> list[dict[str, Any]]:
     """The rows of the ``rollouts`` table, problem by problem."""
@@ -222,13 +225,12 @@ def _sample(
     ]
     sampling = Sampling(asked["temperature"], asked["max_new_tokens"])
     rows: list[dict[str, Any] | None] = [None] * len(requests)
-    opened = engine is None
     if engine is None:
         log(f"evaluate: opening {policy}")
-        engine = open_engine(recipe, policy)
+    loaded = open_engine(recipe, policy) if engine is None else engine()
     try:
         with progress(f"evaluate {name}", len(requests), log) as advance:
-            for completion in engine.generate(requests, sampling):
+            for completion in loaded.generate(requests, sampling):
                 request = requests[completion.index]
                 pid, sample = keys[completion.index]
                 row = completion_row(
@@ -245,8 +247,8 @@ def _sample(
                 rows[completion.index] = row | {"rollout_id": f"e{step:05d}/{pid}/{sample:02d}"}
                 advance(1)
     finally:
-        if opened:
-            engine.close()
+        if engine is None:
+            loaded.close()
     finished = [row for row in rows if row is not None]
     if len(finished) < len(rows):
         raise StageError(f"evaluate: the engine left {len(rows) - len(finished)} rows unfinished")

@@ -32,6 +32,7 @@ def rollout(
     plan: Path | None = None,
     shard: Shard = WHOLE,
     engine: Callable[[], Engine] | None = None,
+    stale: Sequence[Path] = (),
     force: bool = False,
     log: Log = quiet,
 ) -> dict[str, Any]:
@@ -52,6 +53,8 @@ def rollout(
         shard: which parts to do.
         engine: gives a loaded engine that holds this policy, and is called only when there is
             something to sample; by default one is opened here, and closed.
+        stale: folders of what was made from earlier rollouts of this step (verdicts, scores); the
+            part that is sampled anew is removed there, so that it is made anew too.
         force: sample parts again that exist.
         log: gets plain lines.
 
@@ -64,9 +67,12 @@ def rollout(
             be opened.
         StageError: the engine left a row out.
     """
-    _check_sampling(recipe)
+    check_sampling(recipe)
     started = time.monotonic()
     planned = _planned(problems, plan, step, recipe)
+    if not planned:
+        log(f"step {step}: every question is retired; there is nothing to sample")
+        return {"parts_done": 0, "parts_skipped": 0, "rows": 0, "tokens": 0, "finished": True}
     groups = tables.chunked(len(planned), recipe.rollout.questions_per_part)
     names = [out / tables.part_name(i, len(groups)) for i in range(len(groups))]
     _refuse_other_division(out, len(groups))
@@ -78,6 +84,9 @@ def rollout(
         "rows": 0,
         "tokens": 0,
     }
+    for folder in stale:
+        for i in todo:
+            (folder / names[i].name).unlink(missing_ok=True)
     if todo:
         counts = _sample_parts(
             planned,
@@ -91,8 +100,9 @@ def rollout(
         )
         result |= counts
     result["seconds"] = round(time.monotonic() - started, 3)
+    generating = result.pop("generating", 0.0)
     if result["tokens"]:
-        result["tokens_per_second"] = round(result["tokens"] / result.pop("generating"), 1)
+        result["tokens_per_second"] = round(result["tokens"] / generating, 1)
     return result
 
 
@@ -190,7 +200,12 @@ def ensure_plan(run: RunDir, step: int, recipe: Recipe, log: Log = quiet) -> Pat
     return path
 
 
-def _check_sampling(recipe: Recipe) -> None:
+def check_sampling(recipe: Recipe) -> None:
+    """Refuse sampling that cannot be trained on.
+
+    Raises:
+        InputError: a truncating top_p, or greedy decoding.
+    """
     if recipe.rollout.top_p < 1.0:
         raise InputError(
             f"rollout.top_p = {recipe.rollout.top_p}: training rollouts need top_p = 1, as a"

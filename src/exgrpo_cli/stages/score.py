@@ -61,6 +61,8 @@ def score(
         InputError: missing or damaged rollouts, or a policy that cannot be opened.
     """
     started = time.monotonic()
+    if out.resolve() == rollouts.resolve():
+        raise InputError(f"{out}: holds the rollouts; give the scores a folder of their own")
     result = {"parts_done": 0, "parts_skipped": 0, "rows": 0, "candidates": 0, "tokens": 0}
     jobs: list[tuple[Path, Path | pl.DataFrame]] = []
     for file in tables.parquet_files(rollouts):
@@ -91,11 +93,11 @@ def score(
 
 
 def _open(policy: str, recipe: Recipe, log: Log) -> PreTrainedModel:
-    from exgrpo_cli.models import load_model, resolve_device, resolve_dtype
+    from exgrpo_cli.models import load_model, resolve_device, training_dtype
 
     device = resolve_device(recipe.score.device)
     log(f"score: opening {policy} on {device}")
-    return load_model(policy, recipe.model, device, resolve_dtype(recipe.model.dtype, device))
+    return load_model(policy, recipe.model, device, training_dtype(recipe, device))
 
 
 def _candidate_parts(run: RunDir | None, step: int, out: Path) -> list[tuple[Path, pl.DataFrame]]:
@@ -129,14 +131,16 @@ def _score_rows(
     model: PreTrainedModel, rows: pl.DataFrame, policy_name: str, step: int, recipe: Recipe
 ) -> pl.DataFrame:
     from exgrpo_cli.policy.logprobs import score_sequences
+    from exgrpo_cli.policy.update import autocast
 
-    scored = score_sequences(
-        model,
-        rows["prompt_ids"].to_list(),
-        rows["token_ids"].to_list(),
-        temperature=recipe.rollout.temperature,
-        tokens_per_batch=recipe.score.tokens_per_batch,
-    )
+    with autocast(model.device, recipe.train.autocast):
+        scored = score_sequences(
+            model,
+            rows["prompt_ids"].to_list(),
+            rows["token_ids"].to_list(),
+            temperature=recipe.rollout.temperature,
+            tokens_per_batch=recipe.score.tokens_per_batch,
+        )
     return tables.frame(
         "scores",
         (

@@ -41,6 +41,7 @@ def train(
     step: int,
     recipe: Recipe,
     replay_started: bool,
+    force: bool = False,
     log: Log | None = None,
 ) -> dict[str, Any]:
     """Update the policy of step t on the mixed batch of step t.
@@ -48,6 +49,11 @@ def train(
     The batch: a fresh question's rollouts are a group; a replay question's rollouts and its
     curated trajectory (first, with reward 1) are a group whose advantages come from all its
     rewards together. A replay question without a curated trajectory is a fresh group.
+
+    With ``objective.truncated = "zero_advantage"`` (as DAPO's overlong filtering, arXiv 2503.14476,
+    section 3.4) a fresh response that was cut off at the length limit still counts in its group's
+    mean and deviation, and as a row and its tokens where losses are averaged, but its own advantage
+    is 0: it has no policy gradient. Entropy bonus and KL, where set, still see its tokens.
 
     The result follows from the files and the recipe alone: on a CPU a step that was killed and is
     run again gives the same bits. ``out_trainer`` is written first, then ``out_policy``, each
@@ -67,6 +73,7 @@ def train(
         recipe: ``objective``, ``train``, ``lora``, ``model``, ``seed`` and ``rollout``'s
             temperature.
         replay_started: whether replay is on in this step; decides ``objective.clip = "auto"``.
+        force: train anew where ``out_policy`` exists.
         log: gets plain lines.
 
     Returns:
@@ -98,7 +105,8 @@ def train(
     """
     say = log or quiet
     started = time.monotonic()
-    if out_policy.exists():
+    if out_policy.exists() and not force:
+        say(f"{out_policy} exists already and is left as it is")
         from exgrpo_cli.policy.checkpoint import read_trainer
 
         kept = read_trainer(out_trainer)["metrics"] if out_trainer.is_dir() else {}
@@ -269,9 +277,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _open_policy(policy: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
     """The policy with its trained parameters in float32 and everything else frozen."""
-    import torch
-
-    from exgrpo_cli.models import is_adapter, load_model, resolve_dtype
+    from exgrpo_cli.models import is_adapter, load_model, training_dtype
 
     lora = recipe.lora
     if is_adapter(policy) and not lora.enabled:
@@ -279,9 +285,7 @@ def _open_policy(policy: str, recipe: Recipe, device: torch.device) -> PreTraine
             f"{policy}: this policy is an adapter and lora.enabled is false; set it to true to"
             " train the adapter on, or merge it into its base model first"
         )
-    # A frozen base may be in few bits; what is trained is kept in float32.
-    dtype = resolve_dtype(recipe.model.dtype, device) if lora.enabled else torch.float32
-    model: Any = load_model(policy, recipe.model, device, dtype)
+    model: Any = load_model(policy, recipe.model, device, training_dtype(recipe, device))
     if is_adapter(policy):
         model.set_adapter(model.active_adapter)
     elif lora.enabled:
@@ -351,7 +355,10 @@ def _read_groups(
     from exgrpo_cli.policy.objective import group_advantages
     from exgrpo_cli.policy.update import Row
 
-    fresh = _read_rollouts(rollouts, step)
+    silent = recipe.objective.truncated == "zero_advantage"
+    fresh = _read_rollouts(rollouts, step, ["finish_reason"] if silent else [])
+    cut = fresh.filter(fresh["finish_reason"] == "length")["rollout_id"].to_list() if silent else []
+    truncated = set(cut)
     rewards = _read_rewards(verdicts, fresh["rollout_id"].to_list(), rollouts)
     old = {} if scores is None else _read_scores(scores, fresh, step, rollouts)
     past = [] if curated is None else _read_curated(curated, step)
@@ -392,13 +399,20 @@ def _read_groups(
     values = torch.tensor([r for group in ordered for _, r in group], dtype=torch.float64)
     index = torch.tensor([i for i, group in enumerate(ordered) for _ in group])
     advantages = iter(group_advantages(values, index, recipe.objective.divide_by_std).tolist())
-    return [[replace(row, advantage=next(advantages)) for row, _ in group] for group in ordered]
+    groups = [[replace(row, advantage=next(advantages)) for row, _ in group] for group in ordered]
+    return [
+        [
+            replace(row, advantage=0.0) if row.rollout_id in truncated and not row.replayed else row
+            for row in group
+        ]
+        for group in groups
+    ]
 
 
-def _read_rollouts(paths: Paths, step: int) -> pl.DataFrame:
+def _read_rollouts(paths: Paths, step: int, also: Sequence[str] = ()) -> pl.DataFrame:
     columns = [
         "rollout_id", "step", "problem_id", "sample", "role", "policy", "prompt_ids", "token_ids",
-        "logprobs",
+        "logprobs", *also,
     ]  # fmt: skip
     data = tables.read_table("rollouts", paths, columns)
     name = _named(paths)

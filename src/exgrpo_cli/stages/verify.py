@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
 import json
+import re
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +19,17 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.verifiers import STATUSES, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
+from exgrpo_cli.verifiers.reward import overlong, well_formed
 
 if TYPE_CHECKING:
+    import duckdb
     import polars as pl
 
     from exgrpo_cli.verifiers.pool import Job, Pool
+
+_ROWS_READ = 512
+_ROWS_JUDGED = 16_384  # at once; enough that the workers rarely wait for the last one
+_BYTES_JUDGED = 64 * 2**20  # of texts held for them
 
 
 def verify(
@@ -28,20 +40,27 @@ def verify(
     *,
     shard: tables.Shard = tables.WHOLE,
     force: bool = False,
+    verifier: str | None = None,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Judge rollouts: one ``verdicts`` part for each ``rollouts`` part, row for row in its order.
 
-    A part whose verdicts exist is skipped, so a killed run goes on where it stopped. One part is in
-    memory at a time; the workers and what they have judged are kept from part to part.
+    A part whose verdicts exist is skipped, so a killed run goes on where it stopped. Memory stays
+    bounded however large a part and its row groups are; the workers and what they have judged are
+    kept from part to part.
+
+    The reward is the verifier's, plus ``verify.format_reward`` where the response is in
+    ``verify.format``, minus ``verify.length_penalty`` where it is overlong (see
+    :mod:`exgrpo_cli.verifiers.reward`). ``correct`` is the verifier's alone.
 
     Args:
         rollouts: a folder of parts, a file, or several of either.
         problems: the ``problems`` table.
         out: the folder for the verdicts; or, for one rollouts file, a ``.parquet`` file.
-        recipe: its ``verify`` section: ``timeout``, ``workers``, ``memory_mb``.
+        recipe: its ``verify`` section; ``rollout.max_new_tokens`` for the length penalty.
         shard: judge only the parts of this shard.
         force: judge again what is there already.
+        verifier: judges all rollouts, whatever the problems say; None: each problem's own.
         log: takes one-line messages.
 
     Returns:
@@ -58,28 +77,26 @@ def verify(
     say = log or (lambda _: None)
     began = time.monotonic()
     targets = _targets(rollouts, out)
-    golds = _read_golds(problems)
+    golds = _read_golds(problems, verifier)
     mine = [(file, target) for file, target in targets if shard.has(tables.part_number(file)[0])]
     todo = [(file, target) for file, target in mine if force or not target.exists()]
     total = {"rows": 0, "correct": 0}
     by_status = dict.fromkeys(STATUSES, 0)
     settings = recipe.verify
-    with Pool(settings.workers, settings.timeout, settings.memory_mb) as pool:
+    with (
+        Pool(settings.workers, settings.timeout, settings.memory_mb) as pool,
+        _reader() as con,
+    ):
         for file, target in todo:
-            verdicts = _judge_part(file, golds, problems, pool)
-            tables.write_table("verdicts", verdicts, target)
-            correct = int(verdicts["correct"].sum())
-            total["rows"] += verdicts.height
-            total["correct"] += correct
-            for status in verdicts["status"]:
-                by_status[status] += 1
-            others = [
-                f"{count} {status}"
-                for status, count in verdicts["status"].value_counts(sort=True).iter_rows()
-                if status != "ok"
-            ]
-            words = f" ({', '.join(others)})" if others else ""
-            say(f"{target}: {correct} of {verdicts.height} correct{words}")
+            part = _Counts(dict.fromkeys(STATUSES, 0))
+            _write(_judge_part(con, file, golds, problems, recipe, pool, part), target)
+            total["rows"] += part.rows
+            total["correct"] += part.correct
+            for status, count in part.by_status.items():
+                by_status[status] += count
+            others = [f"{n} {status}" for status, n in part.by_status.items() if n]
+            words = f" ({', '.join(others[1:])})" if others[1:] else ""
+            say(f"{target}: {part.correct} of {part.rows} correct{words}")
     return total | {
         "by_status": by_status,
         "parts_done": len(todo),
@@ -89,7 +106,11 @@ def verify(
 
 
 def explain(
-    rollouts: Path | Sequence[Path], problems: Path, rollout_id: str, recipe: Recipe
+    rollouts: Path | Sequence[Path],
+    problems: Path,
+    rollout_id: str,
+    recipe: Recipe,
+    verifier: str | None = None,
 ) -> dict[str, Any]:
     """Judge one rollout afresh and say how its answers were understood.
 
@@ -97,7 +118,8 @@ def explain(
         rollouts: a folder of parts, a file, or several of either.
         problems: the ``problems`` table.
         rollout_id: which.
-        recipe: its ``verify`` section.
+        recipe: as for :func:`verify`.
+        verifier: as for :func:`verify`.
 
     Returns:
         ``rollout_id``, ``problem_id``, ``verifier``, ``answer`` (the gold), ``extracted``,
@@ -111,14 +133,14 @@ def explain(
     from exgrpo_cli.verifiers.pool import Pool
 
     roots = [rollouts] if isinstance(rollouts, Path) else list(rollouts)
-    golds = _read_golds(problems)
+    golds = _read_golds(problems, verifier)
     for file in (file for root in roots for file in tables.parquet_files(root)):
         identifiers = tables.read_table("rollouts", file, ["rollout_id"])["rollout_id"]
         index = (identifiers == rollout_id).arg_max() if identifiers.len() else None
         if index is None or identifiers[index] != rollout_id:
             continue
-        row = _read_rollouts(file).row(index, named=True)
-        job = _job(row, golds, problems, file)
+        row = _read_row(file, index, _columns(recipe))
+        job = _job(row, golds, problems, file, recipe.verify.extract)
         settings = recipe.verify
         with Pool(1, settings.timeout, settings.memory_mb) as pool:
             verdict = pool.explain(job)
@@ -132,7 +154,7 @@ def explain(
             "parsed_extracted": verdict.parsed_extracted,
             "status": verdict.status,
             "correct": verdict.correct,
-            "reward": verdict.reward,
+            "reward": verdict.reward + _extra_reward(row, recipe),
             "seconds": verdict.seconds,
             "why": verdict.why,
             "response_end": row["text"][-300:],
@@ -164,7 +186,9 @@ def _targets(rollouts: Path | Sequence[Path], out: Path) -> list[tuple[Path, Pat
     return targets
 
 
-def _read_golds(problems: Path) -> dict[str, tuple[str, str, str | None]]:
+def _read_golds(
+    problems: Path, verifier: str | None = None
+) -> dict[str, tuple[str, str, str | None]]:
     """``problem_id`` to answer, verifier and (for functions) metadata."""
     data = tables.read_table("problems", problems, ["problem_id", "answer", "verifier", "metadata"])
     if data["problem_id"].is_duplicated().any():
@@ -172,13 +196,66 @@ def _read_golds(problems: Path) -> dict[str, tuple[str, str, str | None]]:
         raise InputError(
             f"{problems}: problem_id {data['problem_id'][row]!r} is there more than once"
         )
-    for verifier in data["verifier"].unique(maintain_order=True):
-        check_verifier(verifier)
-    return {identifier: (a, v, m) for identifier, a, v, m in data.iter_rows()}
+    for name in [verifier] if verifier else data["verifier"].unique(maintain_order=True):
+        check_verifier(name)
+    return {identifier: (a, verifier or v, m) for identifier, a, v, m in data.iter_rows()}
 
 
-def _read_rollouts(file: Path) -> pl.DataFrame:
-    return tables.read_table("rollouts", file, ["rollout_id", "problem_id", "text"])
+def _columns(recipe: Recipe) -> list[str]:
+    """The columns of the rollouts that verdicts depend on."""
+    length = ["tokens", "finish_reason"] if recipe.verify.length_penalty else []
+    return ["rollout_id", "problem_id", "text", *length]
+
+
+def _reader() -> duckdb.DuckDBPyConnection:
+    """DuckDB reads pages as they are asked for; other readers take whole row groups, which may be
+    gigabytes of text."""
+    import duckdb
+
+    con = duckdb.connect()
+    con.execute("SET threads = 1")
+    con.execute("SET disable_parquet_prefetching = true")
+    con.execute("SET enable_external_file_cache = false")
+    return con
+
+
+def _read_rows(
+    con: duckdb.DuckDBPyConnection, file: Path, columns: list[str]
+) -> Iterator[dict[str, Any]]:
+    """A file's rows in their order, a few in memory at a time.
+
+    Raises:
+        InputError: as :func:`exgrpo_cli.tables.read_table`.
+    """
+    import duckdb
+
+    tables.check_columns("rollouts", file, columns)
+    # DuckDB takes brackets and stars in a name for patterns.
+    name = re.sub(r"([\[*?])", r"[\1]", str(file.absolute()))
+    number = 0
+    try:
+        con.execute(f"SELECT {', '.join(columns)} FROM read_parquet($file)", {"file": name})
+        while rows := con.fetchmany(_ROWS_READ):
+            for row in rows:
+                number += 1
+                if None in row:
+                    column = columns[row.index(None)]
+                    raise InputError(
+                        f"{file}: column {column} is null in row {number}; rollouts needs a value"
+                    )
+                yield dict(zip(columns, row, strict=True))
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{file}: not a readable Parquet file (truncated or damaged?): {reason}"
+        ) from error
+
+
+def _read_row(file: Path, index: int, columns: list[str]) -> dict[str, Any]:
+    import polars as pl
+
+    rows = pl.scan_parquet(file, glob=False).slice(index, 1).select(columns)
+    return rows.collect().row(0, named=True)
 
 
 def _job(
@@ -186,6 +263,7 @@ def _job(
     golds: dict[str, tuple[str, str, str | None]],
     problems: Path,
     file: Path,
+    rule: str,
 ) -> Job:
     from exgrpo_cli.verifiers.pool import Job
 
@@ -196,7 +274,7 @@ def _job(
             f" is not in {problems}; give the problems that were rolled out"
         )
     answer, verifier, metadata = gold
-    extracted = extract_answer(row["text"])
+    extracted = extract_answer(row["text"], rule)
     if not is_function(verifier):
         return Job(verifier, answer, extracted)
     try:
@@ -211,24 +289,93 @@ def _job(
     return Job(verifier, answer, extracted, response=row["text"], metadata=values)
 
 
+def _extra_reward(row: dict[str, Any], recipe: Recipe) -> float:
+    """What format and length add to a response's reward."""
+    settings = recipe.verify
+    extra = 0.0
+    if settings.format_reward and well_formed(row["text"], settings.format):
+        extra += settings.format_reward
+    if settings.length_penalty:
+        truncated = row["finish_reason"] == "length"
+        limit = recipe.rollout.max_new_tokens
+        share = overlong(row["tokens"], truncated, limit, settings.length_margin)
+        extra -= settings.length_penalty * share
+    return extra
+
+
+@dataclass
+class _Counts:
+    """What a part held."""
+
+    by_status: dict[str, int]
+    rows: int = 0
+    correct: int = 0
+
+
 def _judge_part(
-    file: Path, golds: dict[str, tuple[str, str, str | None]], problems: Path, pool: Pool
-) -> pl.DataFrame:
-    rows = _read_rollouts(file)
-    jobs = [_job(row, golds, problems, file) for row in rows.iter_rows(named=True)]
-    verdicts = pool.judge(jobs)
-    return tables.frame(
-        "verdicts",
-        (
+    con: duckdb.DuckDBPyConnection,
+    file: Path,
+    golds: dict[str, tuple[str, str, str | None]],
+    problems: Path,
+    recipe: Recipe,
+    pool: Pool,
+    counts: _Counts,
+) -> Iterator[pl.DataFrame]:
+    """The verdicts on a file's rows, in their order, some thousands at a time."""
+    waiting: list[tuple[str, float, Job]] = []
+    held = 0
+    for row in _read_rows(con, file, _columns(recipe)):
+        job = _job(row, golds, problems, file, recipe.verify.extract)
+        waiting.append((row["rollout_id"], _extra_reward(row, recipe), job))
+        held += len(job.response) + len(job.extracted or "")
+        if len(waiting) >= _ROWS_JUDGED or held >= _BYTES_JUDGED:
+            yield _judge(waiting, pool, counts)
+            waiting, held = [], 0
+    yield _judge(waiting, pool, counts)
+
+
+def _judge(waiting: Sequence[tuple[str, float, Job]], pool: Pool, counts: _Counts) -> pl.DataFrame:
+    rows = []
+    verdicts = pool.judge([job for _, _, job in waiting])
+    for (rollout_id, extra, job), verdict in zip(waiting, verdicts, strict=True):
+        counts.rows += 1
+        counts.correct += verdict.correct
+        counts.by_status[verdict.status] += 1
+        rows.append(
             {
                 "rollout_id": rollout_id,
-                "reward": verdict.reward,
+                "reward": verdict.reward + extra,
                 "correct": verdict.correct,
                 "extracted": job.extracted,
                 "status": verdict.status,
                 "verifier": job.verifier,
                 "seconds": verdict.seconds,
             }
-            for rollout_id, job, verdict in zip(rows["rollout_id"], jobs, verdicts, strict=True)
-        ),
-    )
+        )
+    return tables.frame("verdicts", rows)
+
+
+def _write(frames: Iterator[pl.DataFrame], target: Path) -> None:
+    """Write frames as one file, atomically; all but the first wait on disk."""
+    import polars as pl
+
+    first = next(frames)
+    second = next(frames, None)
+    if second is None:
+        tables.write_table("verdicts", first, target)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for stale in target.parent.glob(f".{glob.escape(target.name)}.*.parts"):  # of a killed run
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}.", suffix=".parts", dir=target.parent
+    ) as folder:
+        files = []
+        for number, frame in enumerate(itertools.chain((first, second), frames)):
+            files.append(Path(folder) / f"{number:08d}.parquet")
+            tables.check_frame("verdicts", frame, target)
+            frame.write_parquet(files[-1], compression="zstd")
+        with tables.atomic_path(target) as temporary:
+            pl.scan_parquet(files, glob=False).sink_parquet(
+                temporary, compression="zstd", maintain_order=True
+            )

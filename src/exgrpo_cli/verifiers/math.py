@@ -13,7 +13,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from exgrpo_cli.verifiers import Verdict
-from exgrpo_cli.verifiers.extract import last_boxed
+from exgrpo_cli.verifiers.extract import last_boxed, strip_answer
 
 _ARITHMETIC = re.compile(r"[-+*/^()\d.,\s]+")
 
@@ -28,7 +28,7 @@ def parse_math(text: str) -> list[Any]:
     Returns:
         Empty when nothing can be read; only a string when no expression can be.
     """
-    inner = last_boxed(text) or text.strip()
+    inner = last_boxed(text) or strip_answer(text)
     if not inner:
         return []
     parsed: list[Any] = parse(f"\\boxed{{{inner}}}", parsing_timeout=None)
@@ -38,8 +38,12 @@ def parse_math(text: str) -> list[Any]:
     return parsed
 
 
-# A question's K samples share their gold answer.
-_parse_gold = lru_cache(maxsize=1024)(parse_math)
+# A question's K samples share their gold answer, and many questions share wrong ones.
+_parse_short = lru_cache(maxsize=4096)(parse_math)
+
+
+def _parse_once(text: str) -> list[Any]:
+    return _parse_short(text) if len(text) <= 1000 else parse_math(text)
 
 
 def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
@@ -47,13 +51,18 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
 
     Returns:
         Status ``unparsable`` when the gold cannot be read at all, else ``ok``. A gold that is only
-        text to math-verify is compared as text.
+        text to math-verify is compared as text. Equal texts are equal without a comparison: after
+        the expressions, math-verify compares the normalised texts.
     """
-    gold = _parse_gold(answer)
+    gold = _parse_once(answer)
     if not gold:
         return Verdict("unparsable", why="math-verify cannot read the gold answer")
-    found = parse_math(extracted)
-    correct = bool(found) and bool(verify(gold, found, timeout_seconds=None))
+    if answer.strip() == extracted.strip():
+        found = gold
+        correct = any(isinstance(item, str) and item.strip() for item in gold)
+    else:
+        found = _parse_once(extracted)
+        correct = bool(found) and bool(verify(gold, found, timeout_seconds=None))
     if not found:
         why = "math-verify cannot read the answer"
     else:

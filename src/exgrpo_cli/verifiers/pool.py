@@ -17,17 +17,22 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import IO, Any
 
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.verifiers import Verdict, check_verifier, is_function
+from exgrpo_cli.verifiers.sure import equal_numbers
 
 START_LIMIT = 300.0
 """Seconds that starting and importing may take (sympy from a slow network disk, a user's file)."""
 _REMEMBERED = 500_000  # verdicts in the cache
+_SURE = {
+    True: Verdict("ok", reward=1.0, correct=True, why="equal to the gold answer"),
+    False: Verdict("ok", why="not equal to the gold answer"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,13 @@ class _Worker:
         self.buffer = b""
         self.ready = False
         self.task: _Task | None = None
+        self.gold: str | None = None  # of its last task
         self.started: float | None = None  # when it began on the task itself
         self.deadline = time.monotonic() + START_LIMIT
 
     def send(self, task: _Task) -> None:
         self.task = task
+        self.gold = task.gold
         self.started = None
         self.deadline = time.monotonic() + START_LIMIT
         data = memoryview(task.line)
@@ -98,11 +105,10 @@ class _Worker:
         return [json.loads(line) for line in lines]
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            # its whole group: a user's function may have started processes of its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
+        # its whole group, also when it is dead itself: a user's function may have started processes
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
         self.stdin.close()
         self.stdout.close()
@@ -112,8 +118,41 @@ class _Worker:
 class _Task:
     index: int
     verifier: str
+    gold: str
     line: bytes
     crashes: int = 0
+
+
+class _Queue:
+    """Tasks in their order, but those of one gold answer for one worker, which parses it once."""
+
+    def __init__(self, tasks: Iterable[_Task]) -> None:
+        self._by_gold: dict[str, deque[_Task]] = {}
+        self._count = 0
+        for task in tasks:
+            self._by_gold.setdefault(task.gold, deque()).append(task)
+            self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, last: str | None, held: Collection[str | None]) -> _Task:
+        """The next task of the gold ``last``, else of the first that is not ``held`` by another
+        worker, else of the first."""
+        gold = last
+        if gold is None or gold not in self._by_gold:
+            gold = next((g for g in self._by_gold if g not in held), next(iter(self._by_gold)))
+        tasks = self._by_gold[gold]
+        task = tasks.popleft()
+        if not tasks:
+            del self._by_gold[gold]
+        self._count -= 1
+        return task
+
+    def put_back(self, task: _Task) -> None:
+        """Return a task whose worker died; it comes next of its gold."""
+        self._by_gold.setdefault(task.gold, deque()).appendleft(task)
+        self._count += 1
 
 
 class Pool:
@@ -155,6 +194,8 @@ class Pool:
     def judge(self, jobs: Sequence[Job]) -> list[Verdict]:
         """Judge answers; equal jobs are judged once, also over several calls.
 
+        No worker is asked about two plain integers or fractions.
+
         Returns:
             A verdict a job, in order. ``seconds`` is 0 where the verdict was known already.
 
@@ -171,6 +212,11 @@ class Pool:
             if job.extracted is None and not is_function(job.verifier):
                 verdicts[index] = Verdict("no_answer", why="the response gives no final answer")
                 continue
+            if job.verifier == "math" and job.extracted is not None:
+                equal = equal_numbers(job.answer, job.extracted)
+                if equal is not None:
+                    verdicts[index] = _SURE[equal]
+                    continue
             request = _request(job)
             key = _digest(request)
             known = self._verdicts.get(key)
@@ -228,8 +274,13 @@ class Pool:
 
     def _run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Have all requests answered, in order; a reply holds Verdict's fields, or ``fault``."""
-        queue = deque(
-            _Task(index, request["verifier"], (json.dumps(request) + "\n").encode("ascii"))
+        queue = _Queue(
+            _Task(
+                index,
+                request["verifier"],
+                request["answer"],
+                (json.dumps(request) + "\n").encode("ascii"),
+            )
             for index, request in enumerate(requests)
         )
         replies: dict[int, dict[str, Any]] = {}
@@ -248,7 +299,7 @@ class Pool:
             raise
         return [replies[index] for index in range(len(requests))]
 
-    def _wait(self, queue: deque[_Task], replies: dict[int, dict[str, Any]]) -> None:
+    def _wait(self, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
         """Take in what arrives until the next deadline, then kill who is over it."""
         pending = [w for w in self._workers if w.task is not None or not w.ready]
         if not pending:
@@ -271,9 +322,7 @@ class Pool:
             }
             self._remove(worker)
 
-    def _receive(
-        self, worker: _Worker, queue: deque[_Task], replies: dict[int, dict[str, Any]]
-    ) -> None:
+    def _receive(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
         messages = worker.messages()
         if messages is None:
             self._crashed(worker, queue, replies)
@@ -292,9 +341,7 @@ class Pool:
                 replies[worker.task.index] = message
                 worker.task = None
 
-    def _crashed(
-        self, worker: _Worker, queue: deque[_Task], replies: dict[int, dict[str, Any]]
-    ) -> None:
+    def _crashed(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
         """A worker died by itself: its answer gets one more try, in a fresh worker."""
         task, began = worker.task, worker.started is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -309,17 +356,15 @@ class Pool:
             return
         task.crashes += 1
         if task.crashes < 2:
-            queue.appendleft(task)
+            queue.put_back(task)
         elif began:
             replies[task.index] = {"status": "error", "why": f"the worker died: {how}"}
         else:
             raise _cannot_load(task.verifier, f"the worker died: {how}")
 
-    def _send(
-        self, worker: _Worker, queue: deque[_Task], replies: dict[int, dict[str, Any]]
-    ) -> None:
+    def _send(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
         try:
-            worker.send(queue.popleft())
+            worker.send(queue.take(worker.gold, {other.gold for other in self._workers}))
         except BrokenPipeError:
             self._crashed(worker, queue, replies)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import logging
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -24,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from exgrpo_cli.verifiers import BUILT_IN, Verdict
+from exgrpo_cli.verifiers import BUILT_IN, Verdict, is_function
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,6 +47,40 @@ def end_with_parent(parent: int) -> None:
 
     if sys.platform != "linux":
         threading.Thread(target=watch, daemon=True).start()
+
+
+def end_group_with_this() -> None:
+    """Arrange that what a user's function starts ends with this process, whatever that dies of.
+
+    A process in the same group waits for this one's end and then kills the group. It is forked
+    twice, so that it is no child of this process, for which a user's ``os.wait()`` would wait.
+    """
+    worker = os.getpid()
+    if os.getpgrp() != worker:  # not started by the pool
+        return
+    handle = None
+    with contextlib.suppress(AttributeError, OSError):  # Linux only
+        handle = os.pidfd_open(worker)
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        if handle is not None:
+            os.close(handle)
+        return
+    try:
+        if os.fork():
+            os._exit(0)
+        # The pipes must close when the worker ends.
+        os.closerange(0, 4096 if handle is None else handle)
+        if handle is not None:
+            os.closerange(handle + 1, 4096)
+            select.select([handle], [], [])
+        else:
+            while True:  # until there is no such process
+                os.kill(worker, 0)
+                time.sleep(0.5)
+    finally:
+        os.killpg(worker, signal.SIGKILL)
 
 
 def limit_memory(megabytes: int | None) -> None:
@@ -85,6 +121,9 @@ def prepare(verifier: str) -> Any:
     if verifier in BUILT_IN:
         module = importlib.import_module(f"exgrpo_cli.verifiers.{verifier}")
         module.judge("1", "1/2")  # what is made at the first call belongs to the import
+        # Parsing makes much that is not yet garbage; what the imports made never will be.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
         return module
     from exgrpo_cli.verifiers import function
 
@@ -129,6 +168,8 @@ def serve(
         verifier = request["verifier"]
         if verifier not in prepared:
             limit_memory(None)
+            if is_function(verifier) and not any(is_function(name) for name in prepared):
+                end_group_with_this()
             try:
                 prepared[verifier] = prepare(verifier)
             except BaseException as error:  # a user's file may even call sys.exit

@@ -1,0 +1,146 @@
+"""What keeps a run directory true to itself: its recipe, its problems, its log, its one writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from exgrpo_cli import loop, tables
+from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.recipe import Recipe, load_recipe
+from exgrpo_cli.rundir import RunDir
+
+ROOT = Path(__file__).parents[1]
+
+
+def recipe(model: Path, *sets: str) -> Recipe:
+    problems = ROOT / "data/arithmetic/heldout.jsonl"
+    first = [f"problems.path={problems}", "problems.limit=6"]
+    return load_recipe(ROOT / "recipes/demo.toml", [*first, *sets], {"model.path": str(model)})
+
+
+@pytest.fixture
+def begun(demo_model: Path, tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    loop.prepare(run, recipe(demo_model))
+    return run
+
+
+def test_a_run_begins_with_its_recipe_and_problems(begun: RunDir, demo_model: Path) -> None:
+    assert load_recipe(begun.recipe) == recipe(demo_model)
+    assert pl.read_parquet(begun.problems).height == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("problems.limit=5", "problems.limit was 6 and cannot become 5"),
+        ("rollout.top_p=0.9", "top_p"),
+        ("rollout.temperature=0.0", "temperature"),
+    ],
+)
+def test_a_refused_change_leaves_the_recipe(
+    begun: RunDir, demo_model: Path, change: str, words: str
+) -> None:
+    before = begun.recipe.read_bytes()
+    changed = recipe(demo_model, change)
+    with pytest.raises(InputError, match=words):
+        loop.prepare(begun, changed)
+    assert begun.recipe.read_bytes() == before
+
+
+def test_an_allowed_change_is_said_and_kept(begun: RunDir, demo_model: Path) -> None:
+    said: list[str] = []
+    changed = recipe(demo_model, "train.learning_rate=2e-5")
+    loop.prepare(begun, changed, said.append)
+    assert said == ["recipe: train.learning_rate was 0.0001, is now 2e-05"]
+    assert load_recipe(begun.recipe) == changed
+
+
+def test_lora_cannot_change_after_the_first_policy(begun: RunDir, demo_model: Path) -> None:
+    loop.prepare(begun, recipe(demo_model, "lora.rank=8"))
+    begun.policy(1).mkdir(parents=True)
+    with pytest.raises(InputError, match=r"lora\.rank was 8 and cannot become 4"):
+        loop.prepare(begun, recipe(demo_model, "lora.rank=4"))
+
+
+def test_without_problems_nothing_is_begun(demo_model: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(InputError, match="no problems yet"):
+        loop.prepare(run, load_recipe(None, [], {"model.path": str(demo_model)}))
+    assert not run.root.exists()
+
+
+def test_import_never_writes_over_its_source(tmp_path: Path, demo_model: Path) -> None:
+    source = tmp_path / "mine.parquet"
+    pl.DataFrame({"prompt": ["1+1="], "answer": ["2"]}).write_parquet(source)
+    before = source.read_bytes()
+    for out, words in (
+        (source, "is the source itself"),
+        (tmp_path / "out.jsonl", "a .parquet file"),
+        (tmp_path, "a .parquet file"),
+    ):
+        with pytest.raises(InputError, match=words):
+            loop.import_into(out, source, Recipe(), None, print)
+    assert source.read_bytes() == before
+
+
+def test_a_limit_on_training_problems_is_none_on_held_out_ones(tmp_path: Path) -> None:
+    settings = load_recipe(None, ["problems.limit=3", "problems.format=plain"])
+    source = ROOT / "data/arithmetic/ood.jsonl"
+    for held_out, count in ((False, 3), (True, 200)):
+        report = loop.import_into(None, source, settings, None, lambda _: None, held_out=held_out)
+        assert report["problems"] == count
+
+
+def test_a_second_writer_is_refused(begun: RunDir) -> None:
+    with begun.locked(), pytest.raises(InputError, match="another exgrpo"), begun.locked():
+        pass
+    with begun.locked():  # given back
+        pass
+
+
+def verdict(rollout_id: str) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout_id, "reward": 1.0, "correct": True, "extracted": "2",
+        "status": "ok", "verifier": "math", "seconds": 0.0,
+    }  # fmt: skip
+
+
+def loose_rollout(rollout_id: str) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout_id, "step": 0, "problem_id": "a", "sample": 0, "role": "fresh",
+        "policy": "p", "prompt_ids": [1], "token_ids": [2], "text": "2", "logprobs": [-0.1],
+        "entropies": [0.1], "mean_entropy": 0.1, "entropy_source": "engine",
+        "mean_logprob": -0.1, "tokens": 1, "token_hash": "x", "finish_reason": "stop", "seed": 1,
+    }  # fmt: skip
+
+
+def test_wrong_loose_files_are_refused_before_any_is_taken_in(
+    begun: RunDir, tmp_path: Path
+) -> None:
+    rollouts, verdicts = tmp_path / "r.parquet", tmp_path / "v.parquet"
+    tables.write_table("rollouts", tables.frame("rollouts", [loose_rollout("one")]), rollouts)
+    tables.write_table("verdicts", tables.frame("verdicts", [verdict("other")]), verdicts)
+    with pytest.raises(InputError, match="have no verdict here"):
+        loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)
+    assert not begun.rollouts(0).exists()
+    tables.write_table("verdicts", tables.frame("verdicts", [verdict("one")]), verdicts)
+    loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)
+    loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)  # the same again is fine
+    assert begun.rollouts(0).joinpath("part-00000-of-00001.parquet").exists()
+    tables.write_table("verdicts", tables.frame("verdicts", [verdict("one")] * 2), verdicts)
+    with pytest.raises(InputError, match="is there already and differs"):
+        loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)
+
+
+def test_verdicts_that_are_all_errors_stop_the_loop(begun: RunDir) -> None:
+    said: list[str] = []
+    some = {"rows": 4, "by_status": {"ok": 2, "error": 1, "timeout": 1}}
+    loop._check_verdicts(some, begun, 3, said.append)
+    assert said == ["step 3: of 4 verdicts 1 error, 1 timeout"]
+    with pytest.raises(StageError, match="every verdict is an error"):
+        loop._check_verdicts({"rows": 4, "by_status": {"error": 4}}, begun, 3, said.append)

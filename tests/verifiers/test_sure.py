@@ -1,0 +1,94 @@
+"""What is known without math-verify is what math-verify says."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from exgrpo_cli.verifiers.math import judge
+from exgrpo_cli.verifiers.sure import equal_numbers, number
+
+
+def plain(gold: str, answer: str) -> bool:
+    """math-verify as its users call it."""
+    from math_verify import parse, verify
+
+    return bool(verify(parse(f"\\boxed{{{gold}}}"), parse(f"\\boxed{{{answer}}}")))
+
+
+def written(numerator: int, denominator: int, form: str) -> str:
+    sign = "-" if numerator < 0 else ""
+    text = form.replace("A", str(abs(numerator))).replace("B", str(denominator))
+    return text.replace("S", sign)
+
+
+INTEGER = st.builds(
+    lambda value, form: form.replace("A", str(value)),
+    st.one_of(st.integers(-12, 12), st.integers(-(10**15) + 1, 10**15 - 1)),
+    st.sampled_from(["A", "$A$"]),
+)
+FRACTION = st.builds(
+    written,
+    st.one_of(st.integers(1, 9), st.integers(-99_999, -1), st.integers(1, 99_999)),
+    st.one_of(st.integers(1, 9), st.integers(1, 99_999)),
+    st.sampled_from(["SA/B", r"S\frac{A}{B}", r"S\dfrac{A}{B}", r"$S\tfrac{A}{B}$"]),
+)
+NUMBERS = st.one_of(INTEGER, FRACTION)
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS, NUMBERS)
+@example("0", "0")
+@example("0", "-7")
+@example("7", "-7")
+@example("999999999999999", "999999999999998")
+@example(r"\frac{6}{8}", "3/4")
+@example("2", r"\frac{8}{4}")
+@example(r"-\frac{1}{2}", r"\frac{1}{2}")
+@example("99999/99998", "99998/99997")  # as near to each other as can be
+@example("99998", r"\frac{99999}{1}")
+def test_plain_numbers(gold: str, answer: str) -> None:
+    known = equal_numbers(gold, answer)
+    assert known is not None
+    assert known == plain(gold, answer)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(-9_999, 9_999),
+    st.integers(1, 999),
+    st.integers(1, 99),
+    st.sampled_from(["SA/B", r"S\frac{A}{B}"]),
+)
+def test_equal_fractions_of_other_terms(
+    numerator: int, denominator: int, factor: int, form: str
+) -> None:
+    numerator = numerator or 1
+    one, other = (written(numerator * k, denominator * k, form) for k in (1, factor))
+    known = equal_numbers(one, other)
+    assert known in (True, None)  # None where the terms are too long
+    assert plain(one, other)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "007", "-0", "+5", "1,000", "1 000", "12.", "0.5", "5%", "5\\%", "", " 5", "5 ", "5\n",
+        "--5",
+        "1" * 16, "9" * 5000, "٣", "²", "$5", "5$", "1/0", "0/5", r"\frac{1}{0}", r"\frac12",
+        r"\frac{-1}{2}", "123456/7", "1/2/3", r"\text{5}", "5!", "2^3",
+    ],
+)  # fmt: skip
+def test_everything_else_is_left_to_math_verify(text: str) -> None:
+    assert number(text) is None
+    assert equal_numbers(text, text) is None
+    assert equal_numbers("5", text) is None
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("7", "007"), ("0", "-0"), ("1000", "1,000"), ("9" * 5000, "9" * 4999 + "8"), ("5", "5%"),
+     ("5", "+5"), ("0.5", "1/2"), ("1" * 16, "1" * 16)],
+)  # fmt: skip
+def test_and_judged_as_it_does(gold: str, answer: str) -> None:
+    assert judge(gold, answer).correct == plain(gold, answer)
+    assert judge(answer, gold).correct == plain(answer, gold)
