@@ -61,7 +61,10 @@ def assert_same_run(one: RunDir, other: RunDir, steps: int) -> None:
 def looped(exgrpo: Exgrpo, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Three iterations by ``exgrpo run``."""
     run = RunDir(tmp_path_factory.mktemp("looped") / "run")
-    exgrpo("run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers", "--steps", 3)
+    exgrpo(
+        "run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers", "--steps", 3,
+        "--track", "tensorboard",
+    )  # fmt: skip
     return run
 
 
