@@ -86,16 +86,19 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """A recipe's ``float32``, ``bfloat16`` or ``float16``."""
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` to bfloat16 on a GPU that has it, else float32."""
+    """``auto`` to bfloat16 on a GPU that has it, else float32; others as they are named."""
     import torch
 
     if name != "auto":
-        return {
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-        }[name]
+        return dtype_named(name)
     if device.type == "cuda" and torch.cuda.is_bf16_supported():
         return torch.bfloat16
     return torch.float32

@@ -248,15 +248,12 @@ def _terms(recipe: Recipe, replay_started: bool) -> Terms:
 def _save_dtype(policy: str, recipe: Recipe) -> torch.dtype:
     import torch
 
+    from exgrpo_cli.models import dtype_named
     from exgrpo_cli.policy.checkpoint import saved_dtype
 
     name = recipe.train.save_dtype
     if name != "auto":
-        return {
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-        }[name]
+        return dtype_named(name)
     if recipe.lora.enabled:
         return torch.float32
     return saved_dtype(policy, recipe.model.trust_remote_code)
