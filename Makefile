@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 ENGINE ?= transformers
 STEPS ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -46,7 +47,7 @@ build/demo-model: | $(VENV)/.installed
 	$(BIN)/exgrpo demo-model $@
 
 test: $(VENV)/.vllm ## run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.installed ## ruff: lint and format, checked
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -53,6 +54,8 @@ def demo_model(request: pytest.FixtureRequest) -> Path:
     cache = request.config.cache
     assert cache is not None
     folder = cache.mkdir("demo-model") / hashlib.sha256(source).hexdigest()[:16]
-    if not folder.exists():
-        run_exgrpo("demo-model", folder)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of one test run share the model
+        if not folder.exists():
+            run_exgrpo("demo-model", folder)
     return folder

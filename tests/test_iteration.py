@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -19,24 +18,10 @@ from polars.testing import assert_frame_equal
 from safetensors.numpy import load_file
 
 from exgrpo_cli.rundir import RunDir
+from small_runs import SMALL, parts
 
 ROOT = Path(__file__).parents[1]
 Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
-
-SMALL = [
-    "--recipe", "recipes/demo.toml",
-    "--set", "curate.questions=8",
-    "--set", "rollout.samples=4",
-    "--set", "rollout.questions_per_part=3",
-    "--set", "curate.start_success=0.0",
-    "--set", "curate.store_before_start=true",
-    "--set", "evaluate.every=0",
-    "--set", "verify.workers=1",
-]  # fmt: skip
-
-
-def parts(folder: Path) -> pl.DataFrame:
-    return pl.concat([pl.read_parquet(file) for file in sorted(folder.glob("*.parquet"))])
 
 
 def assert_same_run(one: RunDir, other: RunDir, steps: int) -> None:
@@ -235,44 +220,3 @@ def test_lora_adapters_are_sampled_by_the_next_rollout(
     both = rollouts.join(scores, on="rollout_id", suffix="_scored")
     gap = (both["logprobs"].explode() - both["logprobs_scored"].explode()).abs().max()
     assert gap < 1e-4  # type: ignore[operator]
-
-
-@pytest.mark.vllm
-def test_iterations_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) -> None:
-    """Two iterations in one process: the second samples from weights reloaded in place."""
-    run = RunDir(tmp_path / "run")
-    exgrpo("run", run.root, *SMALL, "--model", demo_model, "--engine", "vllm", "--steps", 2)
-    for step in range(2):
-        rollouts = parts(run.rollouts(step))
-        assert rollouts.height >= 8 * 3
-        assert rollouts["entropies"].null_count() == rollouts.height
-        scores = pl.read_parquet(sorted(run.scores(step).glob("part-*.parquet")))
-        both = rollouts.join(scores, on="rollout_id", suffix="_scored")
-        gap: Any = (both["logprobs"].explode() - both["logprobs_scored"].explode()).abs().max()
-        assert gap < 1e-3, step
-    assert run.read_metrics()[1]["train/replayed_rows"] > 0
-    assert run.policy(2).is_dir()
-
-
-@pytest.mark.vllm
-def test_the_rollout_command_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    exgrpo("init", run.root, *SMALL, "--model", demo_model)
-    result = exgrpo("rollout", run.root, "--engine", "vllm", "--shard", "0/3", "--json")
-    assert json.loads(result.stdout)["parts_done"] == 1
-    assert json.loads(result.stdout)["rows"] == 12
-    assert [p.name for p in run.rollouts(0).iterdir()] == ["part-00000-of-00003.parquet"]
-
-
-def test_ten_steps_of_the_demo_raise_held_out_accuracy(
-    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path
-) -> None:
-    """The recipe of `make demo`, a fifth of it; its whole curve is in the README."""
-    run = RunDir(tmp_path / "run")
-    exgrpo(
-        "run", run.root, "--recipe", "recipes/demo.toml", "--model", demo_model,
-        "--engine", "transformers", "--steps", 10, "--set", "evaluate.samples=2",
-    )  # fmt: skip
-    before, after = (run.read_metrics()[i]["eval/heldout/pass@1"] for i in (0, 10))
-    assert 0.15 < before < 0.35
-    assert after > before + 0.08
