@@ -892,7 +892,7 @@ def demo_model(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the tiny demo model: 0.6M parameters, warmed up on arithmetic, in about a minute."""
+    """Make the tiny demo model: 0.6M parameters, warmed up on arithmetic in two minutes."""
     from exgrpo_cli.demo import make_demo_model
 
     _result(make_demo_model(out, seed=seed, force=force, log=to_stderr), as_json)

