@@ -29,8 +29,7 @@ def open_tracker(kind: str, name: str, folder: Path, config: dict[str, Any]) -> 
         return lambda step, metrics: None
     if find_spec(kind) is None:
         raise InputError(
-            f"{kind} is not installed; install it with: pip install {kind}"
-            ", or leave --track out"
+            f"{kind} is not installed; install it with: pip install {kind}, or leave --track out"
         )
     if kind == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter

@@ -235,6 +235,13 @@ def test_rows_that_are_not_waited_for_do_not_come_up_later(
     assert list(engine.generate([], Sampling(1.0, NEW))) == []
 
 
+def test_more_prompt_tokens_than_one_batch_takes(engine: Engine) -> None:
+    """On a CPU a seeded row cannot bear its prompt being split over two batches."""
+    asked = [Request(i, [4 + i % 90] * 31, i) for i in range(300)]
+    rows = by_index(engine.generate(asked, Sampling(1.0, 2)))
+    assert len(rows) == 300
+
+
 def test_prompts_that_cannot_be_sampled_are_refused(
     engine: Engine, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -65,6 +65,9 @@ class VllmEngine:
         options: dict[str, Any] = {}
         if on_cpu:
             options["enforce_eager"] = True  # compilation takes minutes and gains little there
+            # A prompt that is split over two batches makes vLLM step a row's random generator back,
+            # which generators on a CPU cannot; so prompts are never split there.
+            options["enable_chunked_prefill"] = False
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 options["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
         self._lora_rank = 0
@@ -81,6 +84,8 @@ class VllmEngine:
         limit = _positions(base, settings.trust_remote_code)
         if limit is not None:
             self._max_model_len = min(self._max_model_len, limit)
+        if on_cpu:
+            options["max_num_batched_tokens"] = max(self._max_model_len, 4096)
         self._end_ids = self._find_end_ids(policy, base)
         before = _children()
         try:
