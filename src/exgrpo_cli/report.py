@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
@@ -21,7 +20,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, differences, load_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.statistics import interval_of, pass_ks
-from exgrpo_cli.tables import write_text
+from exgrpo_cli.tables import literal_path, write_text
 
 if TYPE_CHECKING:
     import duckdb
@@ -45,7 +44,7 @@ def write_report(run: RunDir) -> Path:
     Raises:
         InputError: ``metrics.jsonl`` is not JSON lines, or a table is damaged.
     """
-    metrics = read_metrics(run)
+    metrics = run.read_metrics()
     style = files("exgrpo_cli").joinpath("report.css").read_text(encoding="utf-8")
     parts = [
         _header(run, metrics),
@@ -68,20 +67,6 @@ def write_report(run: RunDir) -> Path:
         + "\n</main>\n</body>\n</html>\n",
     )
     return run.report
-
-
-def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """The run's metrics, a line a step.
-
-    Raises:
-        InputError: a line is not JSON.
-    """
-    try:
-        return run.read_metrics()
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{run.metrics}: not JSON lines ({error}); remove it, the next stage writes it again"
-        ) from error
 
 
 # --- the learning curve as text ------------------------------------------------------------------
@@ -529,7 +514,7 @@ def _files(folder: Path) -> list[str]:
 
 def literal(files: Iterable[Path]) -> list[str]:
     """File names for DuckDB's ``read_parquet``, sorted, which otherwise takes ``[`` for a glob."""
-    return sorted(re.sub(r"([\[*?])", r"[\1]", str(file)) for file in files)
+    return sorted(literal_path(file) for file in files)
 
 
 @cache

@@ -16,7 +16,6 @@ from exgrpo_cli.report import (
     learning_curve,
     literal,
     query,
-    read_metrics,
     replay_start,
     series,
 )
@@ -79,7 +78,7 @@ def _is_run(path: Path) -> bool:
 
 def _describe_run(run: RunDir) -> dict[str, Any]:
     recipe = load_recipe(run.recipe) if run.recipe.exists() else None
-    metrics = read_metrics(run)
+    metrics = run.read_metrics()
     trained = run.steps("policy")
     step = max(trained, default=0)
     last = {k: v for k, v in (metrics[-1] if metrics else {}).items() if k != "step"}

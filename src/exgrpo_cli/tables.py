@@ -277,6 +277,11 @@ def parquet_files(path: Path) -> list[Path]:
     return [path]
 
 
+def literal_path(path: Path) -> str:
+    """A file name for DuckDB's ``read_parquet``, which takes brackets and stars for patterns."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path))
+
+
 def read_table(
     table: str, paths: Path | Sequence[Path], columns: Sequence[str] | None = None
 ) -> pl.DataFrame:

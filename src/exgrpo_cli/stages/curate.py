@@ -17,10 +17,9 @@ import json
 import math
 import os
 import random
-import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import Log
 from exgrpo_cli.recipe import CurateSettings, Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import duckdb
     import polars as pl
 
-Log = Callable[[str], None]
 
 MEMORY_LIMIT = "1GB"
 """DuckDB's; beyond it, it spills to a hidden folder in the run directory."""
@@ -124,7 +123,7 @@ def _fill(
 
 def _glob_safe(paths: Sequence[Path]) -> list[str]:
     """Absolute paths for ``read_parquet``, which would take brackets and stars for patterns."""
-    return [re.sub(r"([\[*?])", r"[\1]", str(path.absolute())) for path in paths]
+    return [tables.literal_path(path.absolute()) for path in paths]
 
 
 def _fill_problem_ids(con: duckdb.DuckDBPyConnection, problems: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import itertools
 import json
-import re
 import shutil
 import tempfile
 import time
@@ -231,7 +230,7 @@ def _read_rows(
 
     tables.check_columns("rollouts", file, columns)
     # DuckDB takes brackets and stars in a name for patterns.
-    name = re.sub(r"([\[*?])", r"[\1]", str(file.absolute()))
+    name = tables.literal_path(file.absolute())
     number = 0
     try:
         con.execute(f"SELECT {', '.join(columns)} FROM read_parquet($file)", {"file": name})
