@@ -1,7 +1,8 @@
 """Curation at the size of real runs: time, memory, and what is read.
 
     python benchmarks/curate.py                             # 100 000 stored trajectories
-    python benchmarks/curate.py --trajectories 1000000      # about 2 GB of disk for a while
+    python benchmarks/curate.py --trajectories 1000000      # 0.6 GB of disk for a while
+    python benchmarks/curate.py --trajectories 10000000 --no-peer --measured 1      # 6 GB, 30 min
 
 Makes a synthetic history (rollouts with token lists, verdicts) in which so many successes are
 stored, then curates it with the real stage, each time in a process of its own: once from the whole
@@ -323,6 +324,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500, help="of a response")
     parser.add_argument("--steps", type=int, default=100, help="of the history")
     parser.add_argument("--measured", type=int, default=3, help="steps that are measured")
+    parser.add_argument("--no-peer", action="store_true", help="leave the Python pool out")
     parser.add_argument("--folder", type=Path, help="where the history lies for a while")
     parser.add_argument("--keep", action="store_true", help="do not remove it afterwards")
     options = parser.parse_args()
@@ -354,31 +356,35 @@ def measure(run: RunDir, options: argparse.Namespace) -> None:
         f" questions in {whole['seconds']:.2f} s, peak {whole['peak_mb']:,.0f} MB;"
         f" experience.parquet has {run.experience.stat().st_size / 2**20:,.0f} MiB"
     )
-    python = PythonPool(run)
+    python = None if options.no_peer else PythonPool(run)
     ours, theirs = [], []
     for step in range(last + 1, last + 1 + options.measured):
         sample_plan(con, run, step)
         made = curate(run.root, step)
         assert not made["rebuilt"]
-        groups = step_groups(run, step)
-        started = time.perf_counter()
-        chosen = python.step(groups)
-        theirs.append(time.perf_counter() - started)
-        ids = set(tables.read_table("curated", run.curated(step), ["rollout_id"])["rollout_id"])
         ours.append(made["seconds"])
-        print(
+        line = (
             f"step {step}: {made['seconds']:.2f} s ({made['process_seconds']:.2f} s with the"
             f" process's start, {made['cpu_seconds']:.2f} s of CPU), peak"
-            f" {made['peak_mb']:,.0f} MB,"
-            f" {made['replay/questions']} replayed; Python pool {theirs[-1]:.2f} s, chooses"
-            f" {len(ids & set(chosen.values()))} of the same"
+            f" {made['peak_mb']:,.0f} MB, {made['replay/questions']} replayed"
         )
-    ratio = statistics.median(theirs) / statistics.median(ours)
-    print(
-        f"median of a step: {statistics.median(ours):.2f} s; Python pool"
-        f" {statistics.median(theirs):.2f} s, which is {ratio:.2f} times that; with its token lists"
-        f" it would take {whole['pool/trajectories'] * list_bytes(con) / 2**30:.0f} GiB"
-    )
+        if python is not None:
+            groups = step_groups(run, step)
+            started = time.perf_counter()
+            chosen = python.step(groups)
+            theirs.append(time.perf_counter() - started)
+            ids = set(tables.read_table("curated", run.curated(step), ["rollout_id"])["rollout_id"])
+            line += (
+                f"; Python pool {theirs[-1]:.2f} s, chooses"
+                f" {len(ids & set(chosen.values()))} of the same"
+            )
+        print(line, flush=True)
+    line = f"median of a step: {statistics.median(ours):.2f} s"
+    if theirs:
+        ratio = statistics.median(theirs) / statistics.median(ours)
+        line += f"; Python pool {statistics.median(theirs):.2f} s, which is {ratio:.2f} times that"
+    memory = whole["pool/trajectories"] * list_bytes(con) / 2**30
+    print(f"{line}; in Python lists, the pool's tokens would take {memory:.0f} GiB")
     print("\n".join(scans(run, last + options.measured)))
 
 

@@ -389,6 +389,16 @@ def test_bad_rows(tmp_path: Path, rows: list[Any], words: str) -> None:
         ("a.jsonl", b'{"prompt": "1?", "answer": "2"}\n{"prompt": ', "line 2: not valid JSON"),
         ("a.jsonl", b'{"prompt": "\xff", "answer": "2"}', "line 1: not UTF-8"),
         ("a.jsonl", b"\n \n", "no rows"),
+        (
+            "a.jsonl",
+            b'{"prompt": "1?", "answer": 2}\n{"prompt": "2?", "answer": ' + b"9" * 5000 + b"}",
+            "line 2: an integer too long",
+        ),
+        (
+            "a.json",
+            b'[{"prompt": "1?",\n "answer": ' + b"9" * 5000 + b"}]",
+            "line 2: an integer too long",
+        ),
         ("a.jsonl", b"[" * 200_000, "line 1: (not valid JSON|JSON nested too deeply)"),
         ("a.json", b'[\n{"prompt": "1?",}]', "line 2: not valid JSON"),
         ("a.json", b"[]", "no rows"),

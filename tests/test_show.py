@@ -64,8 +64,8 @@ def test_a_run_that_has_only_its_recipe(tmp_path: Path) -> None:
     found = describe(tmp_path)
     assert found["steps"] == 0
     assert found["policy"] == "models/tiny"
-    assert found["next"]["stage"] == "rollout"
-    assert "rollout of step 0" in _screen(tmp_path)
+    assert found["next"]["command"] == f"exgrpo init {tmp_path} --problems FILE"
+    assert "there are no problems yet" in _screen(tmp_path)
 
 
 def test_next_stage_follows_the_files(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 
 import typer
 
 from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.progress import to_stderr
+from exgrpo_cli.progress import is_first_process, to_stderr
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import RunDir, infer_step, step_name
 
@@ -42,20 +42,19 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
         except typer.Exit:
             raise
         except KeyboardInterrupt:
-            to_stderr("exgrpo: interrupted; what was finished is kept, the same command goes on")
+            _say("interrupted; what was finished is kept, the same command goes on")
             raise SystemExit(130) from None
-        except BrokenPipeError:  # `exgrpo show … | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0) from None
+        except BrokenPipeError:
+            _reader_is_gone()
         except InputError as error:
             if debug:
                 raise
-            to_stderr(f"exgrpo: {error}")
+            _say(str(error))
             raise SystemExit(2) from None
         except StageError as error:
             if debug:
                 raise
-            to_stderr(f"exgrpo: {error}")
+            _say(str(error))
             raise SystemExit(1) from None
         except OSError as error:
             if debug:
@@ -73,8 +72,27 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
+def _say(line: str) -> None:
+    """An error that every process of a ``torchrun`` has alike, once a machine."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
+        to_stderr(f"exgrpo: {line}")
+
+
+def _reader_is_gone(*_: object) -> NoReturn:
+    """End quietly where nobody reads on, as in ``exgrpo show … | head``."""
+    _drop_stdout()
+    raise SystemExit(0)
+
+
+def _drop_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point; ``--debug`` may stand anywhere."""
+    from rich.console import Console
+
+    Console.on_broken_pipe = _reader_is_gone  # type: ignore[method-assign]  # its own exits with 1
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--debug" in arguments:
         arguments = [a for a in arguments if a != "--debug"]
@@ -82,7 +100,13 @@ def main(argv: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app(args=arguments, prog_name="exgrpo")
+    try:
+        app(args=arguments, prog_name="exgrpo")
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # the exit code stays
+            _drop_stdout()
 
 
 def _version(show: bool) -> None:
@@ -137,7 +161,7 @@ ShardOption = Annotated[
 ForceOption = Annotated[bool, typer.Option("--force", help="Make again what is there.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the resolved settings as TOML and stop.")
+    bool, typer.Option("--dry-run", help="Print the resolved settings (TOML, or --json); stop.")
 ]
 PolicyOption = Annotated[
     str | None,
@@ -182,6 +206,7 @@ def _settings(
     recipe: Path | None,
     sets: list[str] | None,
     dry_run: bool = False,
+    as_json: bool = False,
     *,
     stage: bool = False,
     **flags: Any,
@@ -207,7 +232,10 @@ def _settings(
                     f" other stages go by; change it there: exgrpo init {run} --set {key}={given}"
                 )
     if dry_run:
-        print(to_toml(settings), end="")
+        if as_json:
+            _result(settings.model_dump(mode="json"), as_json)
+        else:
+            print(to_toml(settings), end="")
         raise typer.Exit
     return settings
 
@@ -283,6 +311,7 @@ def rollout(
         recipe,
         sets,
         dry_run,
+        as_json,
         rollout__engine=engine,
         rollout__samples=samples,
         rollout__temperature=temperature,
@@ -356,6 +385,7 @@ def verify(
         recipe,
         sets,
         dry_run,
+        as_json,
         verify__timeout=timeout,
         verify__workers=workers,
         stage=True,
@@ -407,7 +437,7 @@ def score(
 
     A forward pass of the current policy. May be left out: the rollouts' own numbers then serve.
     """
-    settings = _settings(run, recipe, sets, dry_run, stage=True)
+    settings = _settings(run, recipe, sets, dry_run, as_json, stage=True)
     from exgrpo_cli.stages.score import score as stage
     from exgrpo_cli.tables import parse_shard
 
@@ -452,7 +482,7 @@ def curate(
     DuckDB queries over the run's tables; the log of rollouts and verdicts is the truth. Loose
     files (--rollouts, --verdicts, --scores, --problems) are first linked into RUN's log.
     """
-    settings = _settings(run, recipe, sets, dry_run, stage=True)
+    settings = _settings(run, recipe, sets, dry_run, as_json, stage=True)
     from exgrpo_cli.stages.curate import curate as stage
 
     if rollouts is not None and verdicts is not None:
@@ -512,12 +542,16 @@ def train(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Update the policy on the mixed batch of fresh rollouts and replayed successes."""
+    """Update the policy on the mixed batch of fresh rollouts and replayed successes.
+
+    On several GPUs: torchrun --nproc-per-node N -m exgrpo_cli train RUN
+    """
     settings = _settings(
         run,
         recipe,
         sets,
         dry_run,
+        as_json,
         train__learning_rate=learning_rate,
         lora__enabled=lora,
         train__device=device,
@@ -546,7 +580,8 @@ def train(
                 out_trainer=trainer_out,
                 force=force,
             )
-        _result(result, as_json)
+        if is_first_process():
+            _result(result, as_json)
         return
     from exgrpo_cli.stages.train import train as stage
 
@@ -570,7 +605,8 @@ def train(
         force=force,
         log=to_stderr,
     )
-    _result(result, as_json)
+    if is_first_process():
+        _result(result, as_json)
 
 
 @app.command(rich_help_panel="Whole runs")
@@ -594,6 +630,7 @@ def init(
         recipe,
         sets,
         dry_run,
+        as_json,
         model__path=model,
         problems__path=None if problems is None else str(problems),
         seed=seed,
@@ -634,6 +671,7 @@ def run(
         recipe,
         sets,
         dry_run,
+        as_json,
         loop__steps=steps,
         loop__track=track,
         rollout__engine=engine,
@@ -699,6 +737,7 @@ def evaluate(
         recipe,
         sets,
         dry_run,
+        as_json,
         rollout__engine=engine,
         evaluate__samples=samples,
         evaluate__temperature=temperature,
@@ -730,6 +769,65 @@ def evaluate(
 
     for summary in summaries.values():
         Console().print(format_table(summary))
+
+
+@app.command(rich_help_panel="Whole runs")
+@_command
+def merge(
+    source: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="Adapter folder, or a run directory.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUT", help="The model's folder; for a run RUN/merged/step-…."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="RUN's policy of this step; default last.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model, where it lies elsewhere by now.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Saved weights; auto: as the base model's."),
+    ] = "auto",
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Merge a LoRA adapter into its base model: a plain Hugging Face folder, without a GPU.
+
+    Of a run directory: the latest policy, or that of --step.
+    """
+    from exgrpo_cli.models import is_adapter
+    from exgrpo_cli.stages.merge import merge as stage
+
+    if not source.is_dir():
+        raise InputError(f"{source}: no such adapter folder or run directory")
+    run = None if is_adapter(str(source)) else source
+    is_run = run is not None and (RunDir(run).recipe.exists() or (run / "policy").is_dir())
+    settings = _settings(run if is_run else None, recipe, sets)
+    adapter = source
+    if is_run:
+        place = _run_dir(run)
+        step = max(place.steps("policy"), default=0) if step is None else step
+        adapter = Path(place.policy_path(step, settings.model.path))
+        out = out or source / "merged" / step_name(step)
+    elif step is not None:
+        raise InputError(f"{source}: --step is for run directories, and this is none")
+    if out is None:
+        raise InputError(f"{source}: give OUT, the folder for the merged model")
+    result = stage(
+        adapter,
+        out,
+        base=base,
+        dtype=dtype,
+        settings=settings.model,
+        force=force,
+        log=to_stderr,
+    )
+    _result(result, as_json)
 
 
 # --- around them ----------------------------------------------------------------------------------
@@ -806,6 +904,32 @@ def show(
     from rich.console import Console
 
     screens.show(path, Console())
+
+
+@app.command(rich_help_panel="Data and inspection")
+@_command
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="This step; default the one at work.")
+    ] = None,
+    tasks: Annotated[
+        int | None,
+        typer.Option("--tasks", min=1, help="Tasks of your arrays; default one a part."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What of a run is done, missing or being made, and the next command to type.
+
+    For arrays: which shards are missing, and the sbatch line that sends them again.
+    """
+    from exgrpo_cli import status as stage
+
+    found = stage.describe(_run_dir(run), step)
+    if as_json:
+        _result(found, as_json)
+    else:
+        print(stage.format_status(found, tasks))
 
 
 @app.command(rich_help_panel="Data and inspection")

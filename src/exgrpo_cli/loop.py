@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Any
 from exgrpo_cli import tables
 from exgrpo_cli.engines import Engine, open_engine, resolve_engine
 from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.progress import Log, is_first_process, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir, step_name
 from exgrpo_cli.tracking import open_tracker
 
 
@@ -387,9 +389,17 @@ def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: L
         )
     chosen = timed("curate", lambda: curate(run, step, recipe))
     said: list[str] = []
-    trained = timed("train", lambda: train_step(run, step, recipe, said.append))
-    if trained.get("train/skipped_updates"):
-        for line in said:
+    several = recipe.train.processes > 1
+    trained = timed(
+        "train",
+        lambda: (
+            _train_in_processes(run, step, recipe, said.append)
+            if several
+            else train_step(run, step, recipe, said.append)
+        ),
+    )
+    for line in said:
+        if trained.get("train/skipped_updates") or "warning: " in line:
             log(line)
     log(_line(step, chosen | trained))
     return False
@@ -434,9 +444,48 @@ def train_step(
         log=log,
     )
     kept = run.root / "metrics" / step_name(step) / "train.json"
+    if not is_first_process():
+        return result
     if "train/loss" in result and not (result.get("skipped") and kept.exists()):
         run.record(step, "train", {k: v for k, v in result.items() if k.startswith("train/")})
     return result
+
+
+def _train_in_processes(run: RunDir, step: int, recipe: Recipe, log: Log) -> dict[str, Any]:
+    """:func:`train_step` in ``train.processes`` processes of this machine, by torchrun.
+
+    Raises:
+        StageError: a process failed.
+    """
+    done = run.policy(step + 1).is_dir()
+    if not done:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(recipe.train.processes), "-m", "exgrpo_cli"),
+            *("train", str(run.root), "--step", str(step)),
+        ]
+        variables = os.environ | {
+            LOCK_VARIABLE: str(run.root.resolve()),
+            "OMP_NUM_THREADS": os.environ.get(
+                "OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // recipe.train.processes, 1))
+            ),
+        }
+        with subprocess.Popen(
+            command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stderr is not None
+            lines = [line.rstrip() for line in process.stderr]
+        own = [line for line in lines if line.startswith(("train step", "warning: ", "exgrpo: "))]
+        for line in own:
+            log(line)
+        if process.returncode != 0:
+            reason = next((line for line in own if line.startswith("exgrpo: ")), lines[-1:] or "")
+            raise StageError(
+                f"train step {step} failed in {recipe.train.processes} processes:"
+                f" {str(reason).removeprefix('exgrpo: ')}"
+            )
+    result = train_step(run, step, recipe)
+    return result if done else {k: v for k, v in result.items() if k != "skipped"}
 
 
 def adopt(

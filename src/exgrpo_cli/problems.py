@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ _SUFFIXES = {
 }
 _PEEKED = 20  # rows that detection looks at
 _NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?")
+_LONG_NUMBER = "an integer too long to be read; write it as text, in quotes"
 
 
 @dataclass(frozen=True)
@@ -373,6 +375,8 @@ def _read_json(file: Path) -> list[Any] | None:
         if error.msg == "Extra data":
             return None
         raise InputError(f"{file}, line {error.lineno}: not valid JSON: {error.msg}") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise InputError(f"{_line_of_long_number(file)}: {_LONG_NUMBER}") from None
     except RecursionError:
         raise InputError(f"{file}: JSON nested too deeply") from None
     if isinstance(data, dict):
@@ -388,6 +392,16 @@ def _read_json(file: Path) -> list[Any] | None:
     if not isinstance(data, list):
         raise InputError(f"{file}: expected a list of problems, found {_kind(data)}")
     return data
+
+
+def _line_of_long_number(file: Path) -> str:
+    """The file and, where one line holds it, the line of an integer too long to be read."""
+    digits = re.compile(rb"(?:^|[\s:,\[])-?\d{%d,}" % (sys.get_int_max_str_digits() + 1))
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if digits.search(line):
+                return f"{file}, line {number}"
+    return str(file)
 
 
 def _objects(file: Path, data: Iterable[Any]) -> _Numbered:
@@ -413,6 +427,8 @@ def _json_lines(file: Path) -> _Numbered:
                 raise InputError(
                     f"{file}, line {number}: not valid JSON: {error.msg} at column {error.colno}"
                 ) from None
+            except ValueError:  # Python's limit on the digits of an integer
+                raise InputError(f"{file}, line {number}: {_LONG_NUMBER}") from None
             except RecursionError:
                 raise InputError(f"{file}, line {number}: JSON nested too deeply") from None
             if not isinstance(row, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,11 @@ def quiet(_: str) -> None:
 def to_stderr(line: str) -> None:
     """The command line's log."""
     print(line, file=sys.stderr, flush=True)
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks, locks and records for all that torchrun started."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

@@ -94,7 +94,9 @@ class RolloutSettings(Section):
 class VerifySettings(Section):
     """Rewards."""
 
-    timeout: float = Field(5.0, gt=0, description="hard limit for one answer, seconds")
+    timeout: float = Field(
+        5.0, gt=0, le=86_400, description="hard limit for one answer, seconds; at most a day"
+    )
     workers: int | None = Field(None, ge=1, description="worker processes; default: the cores")
     memory_mb: int = Field(2048, ge=256, description="memory a worker may take for an answer, MiB")
     extract: Literal["auto", "boxed", "answer_tag", "hashes", "phrase", "last_line"] = Field(
@@ -121,7 +123,7 @@ class ScoreSettings(Section):
     """Exact log-probabilities and entropies under the current policy."""
 
     enabled: bool = Field(True, description="whether the loop runs score")
-    tokens_per_batch: int = Field(16384, ge=1, description="padded tokens of one forward pass")
+    tokens_per_batch: int = Field(16384, ge=1, description="tokens of one forward pass")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
 
 
@@ -194,6 +196,12 @@ class ObjectiveSettings(Section):
         description="zero_advantage: truncated fresh responses count in their group's mean, but"
         " their own advantage is 0",
     )
+    sampler_cap: float | None = Field(
+        None,
+        gt=0,
+        description="truncated importance correction of fresh tokens for the rollout engine's"
+        " rounding: min(pi_trainer / pi_engine, this); 2 is usual; unset: off",
+    )
     kl: float = Field(0.0, ge=0, description="coefficient of the k3 KL to a reference policy")
     reference: str = Field("", description="reference policy of the KL; default the initial model")
 
@@ -201,7 +209,13 @@ class ObjectiveSettings(Section):
 class TrainSettings(Section):
     """The update."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="AdamW's learning rate, constant")
+    learning_rate: float = Field(
+        1e-6, gt=0, description="AdamW's learning rate; where the schedule begins"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the learning rate falls over loop.steps"
+    )
+    min_learning_rate: float = Field(0.0, ge=0, description="what linear and cosine end at")
     warmup_steps: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
@@ -210,8 +224,13 @@ class TrainSettings(Section):
         None, gt=0, description="an update whose gradient norm is above this is skipped"
     )
     minibatch_questions: int = Field(64, ge=1, description="questions an optimizer update")
-    tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one pass")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="tokens of one pass on one device")
     gradient_checkpointing: bool = Field(False, description="recompute activations, save memory")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="processes (GPUs) of this machine that the loop trains on; more: torchrun",
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     autocast: bool = Field(True, description="bfloat16 compute where the device has it")
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

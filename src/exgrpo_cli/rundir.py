@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import is_first_process
 from exgrpo_cli.tables import write_json, write_text
 
 
 def step_name(step: int) -> str:
     """``step-00007``: the name of a step's folder, and of the policy that step samples from."""
     return f"step-{step:05d}"
+
+
+LOCK_VARIABLE = "EXGRPO_LOCKED_RUN"
+"""Environment variable with the run whose lock a parent process holds."""
 
 
 @dataclass(frozen=True)
@@ -156,16 +163,26 @@ class RunDir:
         """Keep other processes from changing this run's state at the same time.
 
         Held by what has one writer (``run``, ``curate``, ``train``), not by stages that share
-        their parts among tasks. The lock ends with its process, however that ends.
+        their parts among tasks. The lock ends with its process, however that ends. Of the
+        processes of one ``torchrun`` the first holds it; a stage that ``run`` starts as processes
+        of its own works under the lock of ``run``.
 
         Raises:
             InputError: another process holds it.
         """
         import fcntl
 
+        ours = str(self.root.resolve())
+        if not is_first_process() or os.environ.get(LOCK_VARIABLE) == ours:
+            yield
+            return
         with (self.root / ".lock").open("w") as handle:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:  # perhaps somebody only looked: see is_locked
+                    time.sleep(0.1)
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(
                     f"{self.root}: another exgrpo run, curate or train is at work in this run;"
@@ -175,6 +192,20 @@ class RunDir:
                 yield
                 return
             yield
+
+    def is_locked(self) -> bool:
+        """Whether another process holds :meth:`locked` now; False where that cannot be told."""
+        import fcntl
+
+        try:
+            with (self.root / ".lock").open("r") as handle:
+                # Shared, and given back at once: lookers do not hinder each other.
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # never locked, not ours to open, or a file system without locks
+            return False
+        return False
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, in step order; empty before the first step.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.recipe import Recipe, load_recipe
+from exgrpo_cli.recipe import load_recipe
 from exgrpo_cli.report import (
     evaluation_names,
     learning_curve,
@@ -21,6 +20,7 @@ from exgrpo_cli.report import (
 )
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.statistics import format_table
+from exgrpo_cli.status import next_stage
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -109,7 +109,7 @@ def _describe_run(run: RunDir) -> dict[str, Any]:
         "last_step": stages[-1]["step"] if stages else None,
         "last_metrics": {k: v for k, v in stages[-1].items() if k != "step"} if stages else last,
         "learning_curve": learning_curve(metrics),
-        "next": next_stage(run, step, recipe),
+        "next": next_stage(run, recipe),
     }
 
 
@@ -181,52 +181,6 @@ def _pool_by_bucket(run: RunDir, step: int) -> dict[str, dict[str, Any]]:
     return {row.pop("bucket"): row for row in rows}
 
 
-def next_stage(run: RunDir, step: int, recipe: Recipe | None) -> dict[str, Any]:
-    """What comes next in a run, from the files that are there.
-
-    Args:
-        run: the run directory.
-        step: of its newest policy.
-        recipe: for the number of steps, and whether ``score`` is left out.
-
-    Returns:
-        ``step``, ``stage`` and ``command``; the stage is ``done`` when all steps are trained, and
-        ``finished`` when no question is left.
-    """
-    root = shlex.quote(str(run.root))
-    if recipe is not None and step >= recipe.loop.steps:
-        return {"step": step, "stage": "done", "command": f"exgrpo report {root}"}
-    plan = run.plan(step)
-    if plan.exists() and tables.read_table("plan", plan, ["step"]).is_empty():
-        return {"step": step, "stage": "finished", "command": f"exgrpo report {root}"}
-    stage = "train"
-    if not _complete(run.rollouts(step)):
-        stage = "rollout"
-    elif not _complete(run.verdicts(step)):
-        stage = "verify"
-    elif (recipe is None or recipe.score.enabled) and not _complete(run.scores(step)):
-        stage = "score"
-    elif not (run.curated(step).exists() and run.plan(step + 1).exists()):
-        stage = "curate"
-    return {
-        "step": step,
-        "stage": stage,
-        "command": f"exgrpo {stage} {root} --step {step}",
-    }
-
-
-def _complete(folder: Path) -> bool:
-    """Whether all numbered parts of each prefix are there."""
-    parts: dict[str, set[int]] = {}
-    counts: dict[str, int] = {}
-    for file in folder.glob("[!.]*.parquet"):
-        prefix = file.name.split("-", 1)[0]
-        number, count = tables.part_number(file)
-        parts.setdefault(prefix, set()).add(number)
-        counts[prefix] = count
-    return "part" in parts and all(len(parts[p]) == counts[p] for p in parts)
-
-
 # Shown of the last step where they are there, in this order.
 _LAST = {
     "success_rate": "success rate",
@@ -277,7 +231,11 @@ def _show_run(found: Mapping[str, Any], console: Console) -> None:
             if held:
                 facts[f"pool {name}"] = ", ".join(held)
     following = found["next"]
-    words = {"done": "all steps are trained", "finished": "every question is retired"}
+    words = {
+        "done": "all steps are trained",
+        "finished": "every question is retired",
+        "init": "there are no problems yet",
+    }
     what = words.get(following["stage"]) or f"{following['stage']} of step {following['step']}"
     facts["next"] = f"{what}: {following['command']}"
     console.print(Rule(Text(found["path"]), align="left"))

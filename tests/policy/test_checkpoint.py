@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.policy import checkpoint
 from exgrpo_cli.policy.update import make_optimizer
@@ -65,18 +66,18 @@ def save(folder, model, optimizer, **changes):
 
 def test_a_failed_folder_leaves_nothing_and_the_old_one_stands(tmp_path):
     target = tmp_path / "step-00001"
-    with checkpoint.atomic_folder(target) as folder:
+    with tables.atomic_folder(target) as folder:
         (folder / "a").write_text("old")
 
     def fail(folder):
         (folder / "a").write_text("new")
         raise RuntimeError("no space")
 
-    with pytest.raises(RuntimeError, match="no space"), checkpoint.atomic_folder(target) as folder:
+    with pytest.raises(RuntimeError, match="no space"), tables.atomic_folder(target) as folder:
         fail(folder)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00001"]
     assert (target / "a").read_text() == "old"
-    with checkpoint.atomic_folder(target) as folder:
+    with tables.atomic_folder(target) as folder:
         (folder / "b").write_text("new")
     assert [p.name for p in target.iterdir()] == ["b"]
 
@@ -84,14 +85,14 @@ def test_a_failed_folder_leaves_nothing_and_the_old_one_stands(tmp_path):
 def test_what_a_killed_writer_left_is_removed_but_not_others(tmp_path):
     (tmp_path / ".step-00001.abc.tmp" / "deep").mkdir(parents=True)
     (tmp_path / ".step-00002.abc.tmp").mkdir()
-    with checkpoint.atomic_folder(tmp_path / "step-00001"):
+    with tables.atomic_folder(tmp_path / "step-00001"):
         pass
     assert sorted(p.name for p in tmp_path.iterdir()) == [".step-00002.abc.tmp", "step-00001"]
 
 
 def test_folders_are_readable_by_others_as_their_parent_is(tmp_path):
     tmp_path.chmod(0o755)
-    with checkpoint.atomic_folder(tmp_path / "out"):
+    with tables.atomic_folder(tmp_path / "out"):
         pass
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
 
@@ -209,7 +210,7 @@ def test_an_optimizer_that_never_stepped_can_be_saved(tmp_path):
         (lambda t: (t / "trainer.json").write_text("{"), "not valid JSON"),
         (lambda t: (t / "trainer.json").write_text("{}"), "not a trainer state"),
         (lambda t: (t / "optimizer.safetensors").unlink(), "optimizer.safetensors: missing"),
-        (lambda t: os.truncate(t / "optimizer.safetensors", 900), "not a readable safetensors"),
+        (lambda t: os.truncate(t / "optimizer.safetensors", 900), "not readable as safetensors"),
     ],
 )
 def test_bad_state_is_refused(tmp_path, damage, message):

@@ -20,7 +20,7 @@ from transformers import (
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.policy import logprobs as lp
-from exgrpo_cli.policy.packing import even_chunks, micro_batches
+from exgrpo_cli.policy.packing import even_chunks, packs, padded_batches, rounds
 
 VECTORS = Path(__file__).parents[2].parent / "shared" / "vectors" / "entropy.json"
 VOCABULARY = 53
@@ -227,49 +227,65 @@ def lora_on_the_head():
     return model.eval()
 
 
+def sliding_window():
+    """Windows shorter than the rows, in some of the layers."""
+    return qwen(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+
+
+def eager():
+    model = qwen()
+    model.set_attn_implementation("eager")
+    return model
+
+
 @pytest.mark.parametrize(
-    ("make", "is_linear"),
+    ("make", "is_linear", "is_packed"),
     [
-        (qwen, True),
-        (gpt2, True),
-        (lora, True),
-        (gemma2, False),
-        (granite, False),
-        (lora_on_the_head, False),
+        (qwen, True, True),
+        (sliding_window, True, True),
+        (gpt2, True, True),
+        (lora, True, True),
+        (eager, True, False),
+        (gemma2, False, True),
+        (granite, False, True),
+        (lora_on_the_head, False, True),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_equal_a_plain_forward_pass(make, is_linear, temperature):
+def test_scores_equal_a_plain_forward_pass(make, is_linear, is_packed, temperature):
     model = make()
     prompts, responses = rows()
-    assert (lp.open_head(model).decoder is not None) == is_linear
+    head = lp.open_head(model)
+    assert (head.decoder is not None) == is_linear
+    assert bool(head.packed) == is_packed
     model.train()
     scored = lp.score_sequences(model, prompts, responses, temperature, tokens_per_batch=40)
     assert model.training  # left as it was, though scoring is without dropout
-    model.eval()
+    untouched = make().eval()
     for prompt, response, (got, got_entropy) in zip(prompts, responses, scored, strict=True):
         with torch.no_grad():
-            want, entropy = plain(model, prompt, response, temperature)
+            want, entropy = plain(untouched, prompt, response, temperature)
         assert got.dtype == got_entropy.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
         torch.testing.assert_close(got_entropy.double(), entropy, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [qwen, gemma2, lora], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [qwen, sliding_window, gemma2, lora], ids=lambda f: f.__name__)
 def test_gradients_equal_a_plain_forward_pass(make):
     model = make().double()
     prompts, responses = rows(4)
+    plain_model = make().double()
 
-    def grads(loss):
+    def grads(loss, model=model):
         model.zero_grad()
         loss.backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     logprobs, entropies = lp.token_statistics(lp.open_head(model), prompts, responses, 0.8)
     ours = grads((logprobs * entropies).sum())
-    pairs = [plain(model, p, r, 0.8) for p, r in zip(prompts, responses, strict=True)]
-    theirs = grads(sum((a * b).sum() for a, b in pairs))
+    pairs = [plain(plain_model, p, r, 0.8) for p, r in zip(prompts, responses, strict=True)]
+    theirs = grads(sum((a * b).sum() for a, b in pairs), plain_model)
     assert ours.keys() == theirs.keys()
     for name in ours:  # these models' norms run in float32 even so
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
@@ -282,6 +298,32 @@ def test_scores_do_not_depend_on_the_batch():
     together = lp.score_sequences(model, prompts, responses, 1.0, tokens_per_batch=10_000)
     for one, other in zip(alone, together, strict=True):
         torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-5)
+
+
+class Deaf(Qwen2ForCausalLM):
+    """Takes what packed rows need, and does not hand it to its attention."""
+
+    def forward(self, input_ids, position_ids=None, sequence_bounds=None, **options):
+        return super().forward(input_ids, position_ids=position_ids, **options)
+
+
+def test_a_model_whose_tokens_would_see_across_rows_gets_padded_ones():
+    model = Deaf(qwen().config).eval()
+    model.model.register_forward_pre_hook(
+        lambda _, args, options: (
+            args,
+            {k: v for k, v in options.items() if k != "sequence_bounds"},
+        ),
+        with_kwargs=True,
+    )
+    head = lp.open_head(model)
+    assert head.packed == ""
+    assert model.config._attn_implementation == "sdpa"
+    prompts, responses = rows(3)
+    scored = lp.score_sequences(model, prompts, responses, 1.0, 200, head=head)
+    for prompt, response, (got, _) in zip(prompts, responses, scored, strict=True):
+        want, _ = plain(model, prompt, response, 1.0)
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
 def test_empty_responses_and_no_rows():
@@ -304,15 +346,48 @@ def test_bad_rows_are_refused():
 # --- packing ------------------------------------------------------------------------------------
 
 
+@given(
+    lengths=st.lists(st.integers(1, 60)),
+    budget=st.integers(1, 200),
+    ranks=st.sampled_from([1, 2, 3]),
+)
+def test_packs_hold_every_row_once_within_the_budget(lengths, budget, ranks):
+    found = packs(lengths, budget, ranks)
+    assert sorted(row for pack in found for row in pack) == list(range(len(lengths)))
+    assert len(found) % ranks == 0
+    loads = [sum(lengths[row] for row in pack) for pack in found]
+    assert all(load <= budget or len(pack) == 1 for load, pack in zip(loads, found, strict=True))
+    assert loads == sorted(loads, reverse=True)
+    # Balanced: no pack could give its shortest row to the emptiest one and both be the better.
+    for load, pack in zip(loads, found, strict=True):
+        if len(pack) > 1:
+            assert load - min(loads) <= max(lengths[row] for row in pack)
+
+
+def test_packs_are_few_and_even():
+    lengths = [100, 90, 80, 70, 60, 50, 40, 10]
+    loads = [sum(lengths[row] for row in pack) for pack in packs(lengths, 260)]
+    assert loads == [260, 240]
+    assert packs([5, 5], 100, multiple=4)[2:] == [[], []]
+
+
 @given(lengths=st.lists(st.integers(0, 60)), budget=st.integers(1, 200))
-def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
-    batches = micro_batches(lengths, budget)
+def test_padded_batches_hold_every_row_once_within_the_budget(lengths, budget):
+    batches = padded_batches(lengths, budget)
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     for batch in batches:
         padded = len(batch) * max(max(lengths[row] for row in batch), 1)
         assert padded <= budget or len(batch) == 1
     if lengths:
         assert lengths[batches[0][0]] == max(lengths)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_process_has_a_batch_in_every_round(packed):
+    lengths = [7, 3, 9, 1, 4, 8, 2]
+    found = rounds(lengths, 10, packed=packed, ranks=3)
+    assert all(len(batches) == 3 for batches in found)
+    assert sorted(row for batches in found for batch in batches for row in batch) == list(range(7))
 
 
 @given(count=st.integers(1, 500), size=st.integers(1, 100))

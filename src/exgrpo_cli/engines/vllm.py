@@ -164,15 +164,35 @@ class VllmEngine:
         self._loads += 1  # a new number each time: vLLM keeps what it has under an old one
         self._adapter = LoRARequest(f"policy-{self._loads}", self._loads, policy)
 
+    @property
+    def llm(self) -> Any:
+        """The ``vllm.LLM`` itself."""
+        return self._llm
+
+    def parameters(self, request: Request, sampling: Sampling) -> Any:
+        """A request's ``vllm.SamplingParams``."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+            top_k=0,
+            seed=request.seed,
+            max_tokens=min(sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids)),
+            stop_token_ids=self._end_ids,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield every request's completion once, as they finish.
 
         Raises:
             InputError: a prompt is empty, or leaves no room for a token.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         for request in requests:
             if not 0 < len(request.prompt_ids) < self._max_model_len:
                 raise InputError(
@@ -182,23 +202,7 @@ class VllmEngine:
                 )
         if not requests:
             return
-        parameters = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
-                top_k=0,
-                seed=request.seed,
-                max_tokens=min(
-                    sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids)
-                ),
-                stop_token_ids=self._end_ids,
-                logprobs=0,  # the sampled token's alone
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for request in requests
-        ]
+        parameters = [self.parameters(request, sampling) for request in requests]
         names = self._llm.enqueue(
             [{"prompt_token_ids": request.prompt_ids} for request in requests],
             parameters,

@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.models import is_adapter, load_tokenizer
+from exgrpo_cli.policy import distributed
 from exgrpo_cli.recipe import ModelSettings
-from exgrpo_cli.tables import atomic_folder
 
 _FORMAT = 1
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,12 +80,17 @@ def save_policy(
         settings: how to open a tokenizer that has to be saved anew (of a hub name).
     """
     model_any: Any = model
-    with atomic_folder(out) as folder:
-        if hasattr(model_any, "peft_config"):
-            _save_adapter(model_any, folder, dtype)
+    with distributed.shared_folder(out) as folder:
+        adapter = hasattr(model_any, "peft_config")
+        names = trainable(model).keys() if adapter else None
+        state = _cast(distributed.full_state(model, names), dtype)
+        if distributed.rank() > 0:
+            return
+        if adapter:
+            _save_adapter(model_any, folder, state)
         else:
             _mend_generation_config(model_any)
-            model_any.save_pretrained(folder, state_dict=_cast(model.state_dict(), dtype))
+            model_any.save_pretrained(folder, state_dict=state)
             _name_dtype(folder / "config.json", dtype)
         _save_tokenizer(tokenizer_source, folder, settings or ModelSettings())
 
@@ -141,16 +145,14 @@ def _mend_generation_config(model: Any) -> None:
         model.generation_config = GenerationConfig(**{k: getattr(config, k, None) for k in kept})
 
 
-def _save_adapter(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def _save_adapter(model: Any, folder: Path, state: dict[str, Tensor]) -> None:
     for config in model.peft_config.values():
         base = config.base_model_name_or_path
         if base and Path(base).is_dir():
             config.base_model_name_or_path = str(Path(base).resolve())
     # save_embedding_layers=False: adapters never resize embeddings here, and peft would ask the
     # hub for the base model's vocabulary.
-    model.save_pretrained(
-        folder, state_dict=_cast(model.state_dict(), dtype), save_embedding_layers=False
-    )
+    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 def _save_tokenizer(source: str, folder: Path, settings: ModelSettings) -> None:
@@ -183,13 +185,17 @@ def save_trainer(
     updates: int,
     masters: bool,
     metrics: Mapping[str, Any],
+    notes: Mapping[str, Any] | None = None,
+    skipped: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Save what the next step needs beside the policy.
 
     ``trainer.json`` holds the counters and the metrics of the step that made it;
     ``optimizer.safetensors`` the optimizer's tensors as ``PARAMETER/exp_avg`` and so on;
     ``masters.safetensors`` the trained weights in float32, where the policy is saved in fewer
-    bits. Random numbers need no state: each step seeds its own from the recipe.
+    bits. Several processes write their shards of both, as ``shard-00001-….safetensors`` and so on;
+    any number of processes can go on from either form. Random numbers need no state: each step
+    seeds its own from the recipe. ``skipped.jsonl`` is there when an update was left out.
 
     Args:
         out: the folder; replaced when it exists.
@@ -199,19 +205,26 @@ def save_trainer(
         updates: optimizer updates done since the run began.
         masters: whether to save the float32 weights.
         metrics: JSON-able.
+        notes: what later steps need to know of earlier ones; JSON-able.
+        skipped: lines of ``skipped.jsonl``.
     """
     names = list(trainable(model))
     state = optimizer.state_dict()["state"]
     tensors = {
-        f"{name}/{key}": value.detach().cpu().contiguous()
+        f"{name}/{key}": value.detach()
         for index, name in enumerate(names)
         for key, value in state.get(index, {}).items()
     }
-    with atomic_folder(out) as folder:
-        save_file(tensors, folder / "optimizer.safetensors")
-        if masters:
-            weights = {n: p.detach().cpu().contiguous() for n, p in trainable(model).items()}
-            save_file(weights, folder / "masters.safetensors")
+    weights = {n: p.detach() for n, p in trainable(model).items()} if masters else {}
+    with distributed.shared_folder(out) as folder:
+        if distributed.ranks() > 1:
+            distributed.save_tensors(tensors | weights, folder)
+        else:
+            save_file(_on_cpu(tensors), folder / "optimizer.safetensors")
+            if masters:
+                save_file(_on_cpu(weights), folder / "masters.safetensors")
+        if distributed.rank() > 0:
+            return
         description = {
             "format": _FORMAT,
             "step": step,
@@ -219,9 +232,17 @@ def save_trainer(
             "optimizer": type(optimizer).__name__,
             "parameters": len(names),
             "metrics": dict(metrics),
+            "notes": dict(notes or {}),
         }
         text = json.dumps(description, indent=2, sort_keys=True, allow_nan=False) + "\n"
         (folder / "trainer.json").write_text(text, encoding="utf-8")
+        if skipped:
+            text = "".join(json.dumps(line) + "\n" for line in skipped)
+            (folder / "skipped.jsonl").write_text(text, encoding="utf-8")
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def load_trainer(
@@ -249,28 +270,49 @@ def load_trainer(
             f" to that of step {step}"
         )
     parameters = trainable(model)
-    tensors = _read_tensors(path / "optimizer.safetensors")
-    state: dict[int, dict[str, Tensor]] = {}
-    indices = {name: index for index, name in enumerate(parameters)}
-    for name, tensor in tensors.items():
-        parameter, _, key = name.rpartition("/")
-        if parameter not in indices or tensor.shape not in (
-            parameters[parameter].shape,
-            torch.Size(),
-        ):
-            raise InputError(f"{path}: {parameter} is not in this policy; it is another model's")
-        state.setdefault(indices[parameter], {})[key] = tensor
     if description["parameters"] != len(parameters):
         raise InputError(
             f"{path}: {description['parameters']} parameters were trained, this policy has"
             f" {len(parameters)}; it is another model's"
         )
-    if (path / "masters.safetensors").exists():
-        _load_masters(path / "masters.safetensors", parameters)
+    found = _read_state(path, parameters)
+    masters = {name: found.pop(name) for name in list(found) if name in parameters}
+    if masters:
+        _put_masters(path, masters, parameters)
+    state: dict[int, dict[str, Tensor]] = {}
+    indices = {name: index for index, name in enumerate(parameters)}
+    for name, tensor in found.items():
+        parameter, _, key = name.rpartition("/")
+        state.setdefault(indices[parameter], {})[key] = tensor
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )
     return int(description["updates"])
+
+
+def _read_state(path: Path, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """A trainer state's tensors, sharded as the parameters are that they belong to."""
+    if not any(path.glob("shard-*.safetensors")) and not (path / "optimizer.safetensors").exists():
+        raise InputError(f"{path / 'optimizer.safetensors'}: missing from this trainer state")
+    try:
+        shapes = distributed.saved_tensors(path)
+    except Exception as error:  # safetensors and torch raise their own kinds on a damaged file
+        raise InputError(f"{path}: not readable as safetensors: {error}") from error
+    wanted: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        owner = name if name in parameters else name.rpartition("/")[0]
+        if owner not in parameters or shape not in (parameters[owner].shape, torch.Size()):
+            raise InputError(f"{path}: {owner} is not in this policy; it is another model's")
+        wanted[name] = (
+            torch.zeros_like(parameters[owner], requires_grad=False)
+            if shape == parameters[owner].shape
+            else torch.zeros(())
+        )
+    try:
+        distributed.load_tensors(wanted, path)
+    except Exception as error:
+        raise InputError(f"{path}: not readable as safetensors: {error}") from error
+    return wanted
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
@@ -291,29 +333,20 @@ def read_trainer(path: Path) -> dict[str, Any]:
     return description
 
 
-def _load_masters(file: Path, parameters: Mapping[str, nn.Parameter]) -> None:
-    masters = _read_tensors(file)
+def _put_masters(
+    path: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Give the parameters their float32 weights."""
     if masters.keys() != parameters.keys():
-        raise InputError(f"{file}: holds other weights than this policy has")
+        raise InputError(f"{path}: holds other weights than this policy has")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            master = masters[name].to(parameter.device)
-            if master.shape != parameter.shape:
-                raise InputError(f"{file}: {name} has another shape than in this policy")
             # The policy is the masters rounded: at most a unit in the last place of bfloat16.
-            if not torch.allclose(master, parameter.float(), rtol=2**-7, atol=1e-6):
-                raise InputError(f"{file}: {name} differs from the policy's; not its trainer state")
-            parameter.copy_(master)
-
-
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(str(file), framework="pt") as reader:
-            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise InputError(f"{file}: missing from this trainer state") from None
-    except Exception as error:  # safetensors raises its own kind on a damaged file
-        raise InputError(f"{file}: not a readable safetensors file: {error}") from error
+            allowed = 2**-7 * parameter.float().abs() + 1e-6
+            apart = (masters[name] - parameter.float()).abs() > allowed
+            if bool(distributed.full(apart.any())):
+                raise InputError(f"{path}: {name} differs from the policy's; not its trainer state")
+            parameter.copy_(masters[name])
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

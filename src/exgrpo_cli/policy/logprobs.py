@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.policy.packing import micro_batches
+from exgrpo_cli.policy import distributed
+from exgrpo_cli.policy.packing import rounds
+
+T = TypeVar("T")
 
 # Logits (elements) held at a time: 32 MiB of float32 on a CPU, where caches are small; on a GPU
 # large enough (512 MiB) that its matrix units are kept busy.
@@ -206,6 +209,9 @@ def _parts(count: int, chunk: int) -> Iterator[slice]:
 
 # --- models -----------------------------------------------------------------------------------
 
+_PACKED_SDPA = "exgrpo_packed_sdpa"
+_FLASH = ("flash_attention_2", "flash_attention_3")
+
 
 @dataclass(frozen=True)
 class Head:
@@ -220,16 +226,35 @@ class Head:
     """The language-model head; None as ``decoder``."""
     vocabulary: int
     """Token ids must be below this."""
+    packed: str
+    """The attention that keeps packed sequences apart; empty where the model knows none, so that
+    rows have to be padded."""
+    root: nn.Module | None = None
+    """Of a sharded model: a module that is called with a function and calls it; its weights that
+    are in no layer (embedding, head) are there only inside of it."""
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function that uses the model's weights."""
+        if self.root is None:
+            return function()
+        result: T = self.root(function)
+        return result
 
 
-def open_head(model: nn.Module) -> Head:
-    """Find a causal language model's decoder and head, and check them.
+def open_head(model: nn.Module, root: nn.Module | None = None) -> Head:
+    """Find a causal language model's decoder and head, and see how rows can be put into it.
 
-    The model's own logits of a few tokens are compared with the head's product with the final
-    hidden states, so a model that does anything else in between is noticed whatever it is called.
+    Both are tried out on a few tokens. The model's own logits are compared with the head's product
+    with the final hidden states, so a model that does anything else in between is noticed whatever
+    it is called. Two sequences behind one another are compared with each alone, so a model whose
+    tokens see across is given padded rows instead.
+
+    The model's attention may have been replaced afterwards; run it through
+    :func:`token_statistics` alone.
 
     Args:
         model: a transformers causal language model, or a ``peft.PeftModel`` on one.
+        root: see :class:`Head`.
     """
     inner: Any = model
     if hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
@@ -243,20 +268,157 @@ def open_head(model: nn.Module) -> Head:
         for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
     )
     simple = type(linear) is nn.Linear and decoder is not None and decoder is not inner
-    if simple and not altered and _is_linear(model, decoder, linear, vocabulary):
-        return Head(model, decoder, linear, vocabulary)
-    return Head(model, None, None, vocabulary)
+    if not simple or altered or not _is_linear(model, decoder, linear, vocabulary, root):
+        decoder = linear = None
+    head = Head(model, decoder, linear, vocabulary, "", root)
+    return replace(head, packed=_packed_attention(head, inner))
 
 
-def _is_linear(model: nn.Module, decoder: nn.Module, linear: nn.Linear, vocabulary: int) -> bool:
-    ids = torch.arange(4, device=linear.weight.device).remainder(vocabulary).unsqueeze(0)
-    with _evaluating(model), torch.no_grad():
+def _is_linear(
+    model: nn.Module,
+    decoder: nn.Module,
+    linear: nn.Linear,
+    vocabulary: int,
+    root: nn.Module | None,
+) -> bool:
+    device = next(model.parameters()).device
+    ids = torch.arange(4, device=device).remainder(vocabulary).unsqueeze(0)
+
+    def both() -> tuple[Tensor, Tensor]:
         own = model(input_ids=ids, use_cache=False).logits
-        ours = linear(decoder(input_ids=ids, use_cache=False).last_hidden_state)
+        return own, linear(decoder(input_ids=ids, use_cache=False).last_hidden_state)
+
+    with _evaluating(model), torch.no_grad():
+        own, ours = Head(model, decoder, linear, vocabulary, "", root).run(both)
     if own.shape != ours.shape:
         return False
-    tolerance = 8 * torch.finfo(linear.weight.dtype).eps * float(own.abs().max())
+    tolerance = 8 * torch.finfo(ours.dtype).eps * float(own.abs().max())
     return bool(torch.allclose(own.to(ours.dtype), ours, rtol=0, atol=tolerance))
+
+
+def _packed_attention(head: Head, inner: Any) -> str:
+    """The attention for packed rows, put into the model; empty where there is none."""
+    own = str(inner.config._attn_implementation)
+    if own == _PACKED_SDPA:  # from an earlier call
+        return _PACKED_SDPA
+    if own not in ("sdpa", *_FLASH):
+        return ""
+    rows = [[1, 2, 3, 1, 2], [3, 1]]
+    ids = [[token % head.vocabulary for token in row] for row in rows]
+    with _evaluating(head.model), torch.no_grad():
+        alone = torch.cat([_outputs(head, [row], "") for row in ids])
+        name = own
+        if own == "sdpa":
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(_PACKED_SDPA, packed_sdpa)
+            name = _PACKED_SDPA
+            inner.set_attn_implementation(name)
+        try:
+            together = _outputs(head, ids, name)
+        except (TypeError, ValueError):  # a model that does not hand the sequences' bounds on
+            together = None
+    if together is not None:
+        # Other shapes, other rounding: far above that, far below what a token seen would change.
+        tolerance = 1e-4 if alone.dtype in (torch.float32, torch.float64) else 0.1
+        if float((together - alone).norm()) <= tolerance * float(alone.norm()):
+            return name
+    inner.set_attn_implementation(own)
+    return ""
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_bounds: Sequence[int] | None = None,
+    sliding_window: int | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of the sequences that lie behind one another.
+
+    Each sequence is a call of torch's attention, so its cost is the sum of the sequences' squares;
+    neighbours of equal length share one. In the form that transformers wants
+    (``AttentionInterface``); without ``sequence_bounds`` it is its own SDPA attention.
+
+    Args:
+        module: the attention layer.
+        query: ``[1, heads, T, D]``.
+        key: ``[1, key heads, T, D]``.
+        value: as ``key``.
+        attention_mask: not used with ``sequence_bounds``.
+        sequence_bounds: 0, the end of the first sequence, of the second, ..., T.
+        sliding_window: how many tokens back attention reaches; None for all.
+        settings: ``scaling`` and ``dropout``.
+
+    Returns:
+        ``[1, T, heads, D]``, and None for the attention weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
+
+    settings = {name: settings[name] for name in ("scaling", "dropout") if name in settings}
+    if sequence_bounds is None:
+        return sdpa(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
+    sizes = [b - a for a, b in itertools.pairwise(sequence_bounds)]
+    outputs = []
+    start = 0
+    for size, alike in itertools.groupby(sizes):
+        count = len(list(alike))
+        end = start + count * size
+        # [1, heads, count x size, D] as [count, heads, size, D]
+        q, k, v = (
+            part[0, :, start:end].reshape(part.shape[1], count, size, -1).transpose(0, 1)
+            for part in (query, key, value)
+        )
+        mask = None
+        if sliding_window is not None and size > sliding_window:
+            places = torch.arange(size, device=q.device)
+            back = places[:, None] - places[None, :]
+            mask = ((back >= 0) & (back < sliding_window))[None, None]
+        output, _ = sdpa(module, q, k, v, mask, is_causal=mask is None, **settings)
+        outputs.append(output.flatten(0, 1))
+        start = end
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _outputs(head: Head, rows: Sequence[Sequence[int]], packed: str) -> Tensor:
+    """Final hidden states (or logits, where there is no decoder) of every position of every row.
+
+    Args:
+        head: the model.
+        rows: token ids; not empty.
+        packed: see :class:`Head`; else the rows are padded on the right. No attention mask is
+            given: attention is causal and the padding comes last, so no token sees it.
+
+    Returns:
+        ``[positions, H]``: of packed rows one after the other, of padded ones with their padding.
+    """
+    device = next(head.model.parameters()).device
+    options: dict[str, Any] = {}
+    if packed:
+        ids = [[token for row in rows for token in row]]
+        places = [place for row in rows for place in range(len(row))]
+        options["position_ids"] = torch.tensor([places], device=device)
+        bounds = [0, *itertools.accumulate(len(row) for row in rows)]
+        if packed == _PACKED_SDPA:
+            options["sequence_bounds"] = bounds
+        else:
+            ends = torch.tensor(bounds, dtype=torch.int32, device=device)
+            options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            longest = max(len(row) for row in rows)
+            options |= {"max_length_q": longest, "max_length_k": longest}
+    else:
+        width = max(len(row) for row in rows)
+        ids = [[*row, *[0] * (width - len(row))] for row in rows]
+    input_ids = torch.tensor(ids, device=device)
+    if head.decoder is None:
+        values = head.model(input_ids=input_ids, use_cache=False, **options).logits
+    else:
+        values = head.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
+    return values.flatten(0, 1)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -277,10 +439,10 @@ def token_statistics(
     *,
     entropies: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """One forward pass over right-padded rows: log-probabilities and entropies, flat.
+    """One forward pass over rows: log-probabilities and entropies, flat.
 
-    No attention mask is given: attention is causal and the padding comes last, so no token sees
-    it. The last token of a row is not run, since nothing is predicted from it.
+    The last token of a row is not run, since nothing is predicted from it. Without rows the model
+    is run on a token whose result is not used: a process of several must not stay away.
 
     Args:
         head: see :func:`open_head`; its parameters get gradients unless they are switched off.
@@ -294,32 +456,32 @@ def token_statistics(
         after row, on the model's device.
     """
     device = next(head.model.parameters()).device
-    width = max(len(p) + len(r) - 1 for p, r in zip(prompt_ids, token_ids, strict=True))
-    padded: list[list[int]] = []
+    rows = [[*p, *r[:-1]] for p, r in zip(prompt_ids, token_ids, strict=True)] or [[0]]
+    width = max(len(row) for row in rows)
+    ends = list(itertools.accumulate(len(row) if head.packed else width for row in rows))
     positions: list[int] = []
-    labels: list[int] = []
-    for row, (prompt, response) in enumerate(zip(prompt_ids, token_ids, strict=True)):
-        ids = [*prompt, *response[:-1]]
-        first = row * width + len(prompt) - 1
-        padded.append(ids + [0] * (width - len(ids)))
+    for start, prompt, response in zip([0, *ends], prompt_ids, token_ids, strict=False):
+        first = start + len(prompt) - 1
         positions.extend(range(first, first + len(response)))
-        labels.extend(response)
-    input_ids = torch.tensor(padded, device=device)
-    at = torch.tensor(positions, device=device)
-    target = torch.tensor(labels, device=device)
-    if head.decoder is None or head.linear is None:
-        logits = head.model(input_ids=input_ids, use_cache=False).logits
-        logprobs, entropy = logits_statistics(logits.flatten(0, 1)[at], target, temperature)
-        return logprobs, entropy if entropies else None
-    states = head.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-    return linear_statistics(
-        states.flatten(0, 1)[at],
-        head.linear.weight,
-        head.linear.bias,
-        target,
-        temperature,
-        entropies=entropies,
-    )
+    at = torch.tensor(positions, dtype=torch.long, device=device)
+    labels = [token for response in token_ids for token in response]
+    target = torch.tensor(labels, dtype=torch.long, device=device)
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        values = _outputs(head, rows, head.packed)[at]
+        if head.linear is None:
+            logprobs, entropy = logits_statistics(values, target, temperature)
+            return logprobs, entropy if entropies else None
+        return linear_statistics(
+            values,
+            head.linear.weight,
+            head.linear.bias,
+            target,
+            temperature,
+            entropies=entropies,
+        )
+
+    return head.run(run)
 
 
 def check_rows(
@@ -363,12 +525,14 @@ def score_sequences(
 ) -> list[tuple[Tensor, Tensor]]:
     """Exact log-probabilities and entropies of responses, without gradients.
 
+    Several processes share the rows among them, and each gets all results.
+
     Args:
         model: a causal language model; it is run in evaluation mode.
         prompt_ids: of each row.
         token_ids: response tokens of each row.
         temperature: logits are divided by it; above 0.
-        tokens_per_batch: padded tokens of one forward pass.
+        tokens_per_batch: tokens of one forward pass.
         head: the model taken apart, if that was done before.
 
     Returns:
@@ -386,12 +550,12 @@ def score_sequences(
         if head is None:
             head = open_head(model)
         check_rows(prompt_ids, token_ids, head.vocabulary)
-        empty = torch.zeros(0)
-        results = [(empty, empty)] * len(token_ids)
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         rows = [row for row, response in enumerate(token_ids) if response]
         lengths = [len(prompt_ids[row]) + len(token_ids[row]) - 1 for row in rows]
-        for batch in micro_batches(lengths, tokens_per_batch):
-            chosen = [rows[i] for i in batch]
+        packed, ranks = bool(head.packed), distributed.ranks()
+        for batches in rounds(lengths, tokens_per_batch, packed=packed, ranks=ranks):
+            chosen = [rows[i] for i in batches[distributed.rank()]]
             logprobs, entropies = token_statistics(
                 head, [prompt_ids[r] for r in chosen], [token_ids[r] for r in chosen], temperature
             )
@@ -400,5 +564,10 @@ def score_sequences(
             ends = list(itertools.accumulate(sizes))
             one, other = logprobs.float().cpu(), entropies.float().cpu()
             for row, end, size in zip(chosen, ends, sizes, strict=True):
-                results[row] = (one[end - size : end].clone(), other[end - size : end].clone())
+                found[row] = (one[end - size : end].clone(), other[end - size : end].clone())
+        empty = torch.zeros(0)
+        results = [(empty, empty)] * len(token_ids)
+        for part in distributed.gather(found):
+            for row, values in part.items():
+                results[row] = values
     return results

@@ -209,6 +209,24 @@ def policy_loss(
     return losses, sums | {"fresh": float(fresh.numel()), "replayed": float(past.numel())}
 
 
+def truncated_importance(mismatch: Tensor, cap: float) -> Tensor:
+    """Weights that correct for tokens that another distribution drew: min(exp(mismatch), cap).
+
+    Rollout engines compute with other kernels and in fewer bits than the trainer, so their tokens
+    come from a slightly other distribution (truncated importance sampling: F. Yao et al., "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025).
+
+    Args:
+        mismatch: any shape, the trainer's log-probability minus the engine's, both of the policy
+            that sampled, nats.
+        cap: the greatest weight.
+
+    Returns:
+        The same shape, without gradient.
+    """
+    return mismatch.detach().exp().clamp(max=cap)
+
+
 def k3_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
     """The k3 estimate of KL(pi || reference) at each token: x - log x - 1, x = reference / pi.
 

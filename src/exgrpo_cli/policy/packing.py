@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 
 
-def micro_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+def packs(lengths: Sequence[int], tokens: int, multiple: int = 1) -> list[list[int]]:
+    """Rows in packs of at most ``tokens`` tokens, without padding, of nearly equal sizes.
+
+    As few packs as longest-first packing into the emptiest one allows, so that no pass is a small
+    remainder and several processes that take a pack each wait little for each other. Every row is
+    in exactly one pack; a row that is longer than the budget gets a pack of its own.
+
+    Args:
+        lengths: of each row, tokens.
+        tokens: the budget: sum over a pack's rows.
+        multiple: the number of packs is a multiple of this; the last ones may be empty.
+
+    Returns:
+        Row numbers, pack by pack, fullest first (so that one that does not fit in memory fails at
+        once, not at the end), longest first in a pack; the same for the same input.
+    """
+    if not lengths:
+        return []
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    count = -(-max(sum(lengths) // tokens, 1) // multiple) * multiple
+    while True:
+        found = _emptiest_first(lengths, order, count)
+        loads = [sum(lengths[row] for row in pack) for pack in found]
+        if all(load <= tokens or len(pack) == 1 for load, pack in zip(loads, found, strict=True)):
+            return [found[i] for i in sorted(range(count), key=lambda i: (-loads[i], i))]
+        count += multiple
+
+
+def _emptiest_first(lengths: Sequence[int], order: Sequence[int], count: int) -> list[list[int]]:
+    """The rows in their order, each into the pack that is the emptiest so far."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, pack) for pack in range(count)]
+    for row in order:
+        load, pack = heapq.heappop(heap)
+        result[pack].append(row)
+        heapq.heappush(heap, (load + lengths[row], pack))
+    return result
+
+
+def padded_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Rows in right-padded batches of at most ``tokens`` tokens, padding counted.
 
-    Rows of like length go together, longest first (so that a batch that does not fit in memory
-    fails at once, not at the end). Every row is in exactly one batch; a row that is longer than
-    the budget gets a batch of its own.
+    Rows of like length go together, longest first. Every row is in exactly one batch; a row that
+    is longer than the budget gets a batch of its own.
 
     Args:
         lengths: of each row, tokens.
@@ -30,6 +69,25 @@ def micro_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
             batches.append([row])
             longest = max(lengths[row], 1)
     return batches
+
+
+def rounds(
+    lengths: Sequence[int], tokens: int, *, packed: bool, ranks: int = 1
+) -> list[list[list[int]]]:
+    """Micro-batches in rounds: in each, every process has one, all of like size.
+
+    Args:
+        lengths: of each row, tokens.
+        tokens: the budget of a micro-batch.
+        packed: by :func:`packs`, else by :func:`padded_batches`.
+        ranks: how many processes there are.
+
+    Returns:
+        Row numbers by round and process; a process's last micro-batches may be empty.
+    """
+    batches = packs(lengths, tokens, ranks) if packed else padded_batches(lengths, tokens)
+    batches += [[] for _ in range(-len(batches) % ranks)]
+    return [batches[i : i + ranks] for i in range(0, len(batches), ranks)]
 
 
 def even_chunks(count: int, size: int) -> list[range]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exgrpo_cli.policy import objective
+from exgrpo_cli.policy import distributed, objective
 from exgrpo_cli.policy.checkpoint import trainable
 from exgrpo_cli.policy.logprobs import Head, score_sequences, token_statistics
 from exgrpo_cli.policy.objective import Clip, Sums
-from exgrpo_cli.policy.packing import even_chunks, micro_batches
+from exgrpo_cli.policy.packing import even_chunks, rounds
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import ObjectiveSettings, TrainSettings
 
@@ -63,13 +63,49 @@ class Terms:
         return self.settings.entropy_bonus > 0 or self.settings.kl > 0
 
 
+@dataclass(frozen=True)
+class RowReport:
+    """What a row did to a mini-batch's gradient, to find the one that spoilt it."""
+
+    rollout_id: str
+    replayed: bool
+    tokens: int
+    advantage: float
+    loss: float
+    """The row's share of the mini-batch's loss."""
+    finite: bool
+    log_ratio_max: float
+    """The largest |log pi - log pi_old| of its tokens, nats."""
+    logprob_min: float
+    """Of its tokens, nats."""
+
+
 @dataclass
 class Gradient:
     """What a mini-batch's backward passes left besides the gradient itself."""
 
     sums: Sums = field(default_factory=dict)
-    faulty: list[str] = field(default_factory=list)
-    """Rollouts whose loss is not finite; if any, the gradient is incomplete."""
+    rows: list[RowReport] = field(default_factory=list)
+    """Of the rows that were run."""
+
+    @property
+    def faulty(self) -> list[str]:
+        """Rollouts whose loss is not finite, or all where only their sum is not."""
+        bad = [row.rollout_id for row in self.rows if not row.finite]
+        if bad or math.isfinite(self.sums.get("loss", 0.0)):
+            return bad
+        return [row.rollout_id for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An update that was left out."""
+
+    update: int
+    """Its number in the step, from 1."""
+    reason: str
+    norm: float
+    rows: list[RowReport]
 
 
 @dataclass
@@ -80,7 +116,7 @@ class StepResult:
     losses: list[float]
     norms: list[float]
     updates: int
-    skipped: int
+    skipped: list[Skipped]
     learning_rate: float
     total_updates: int
 
@@ -98,19 +134,22 @@ def accumulate_gradient(
     """Add a mini-batch's gradient to the parameters', micro-batch by micro-batch.
 
     The denominators are those of the whole mini-batch, so the gradient does not depend on how it
-    is cut. Rows without advantage are left out where no other term needs them: their gradient is 0.
+    is cut, nor on how many processes share it. Rows without advantage are left out where no other
+    term needs them: their gradient is 0.
 
     Args:
         head: the policy.
-        rows: of the mini-batch; those without tokens count as rows.
+        rows: of the mini-batch; those without tokens count as rows. Every process gets all.
         terms: the objective.
-        tokens_per_microbatch: padded tokens of one pass.
+        tokens_per_microbatch: tokens of one pass.
         use_autocast: see :func:`autocast`.
+
+    Returns:
+        Sums and rows of all processes.
     """
     settings = terms.settings
-    device = next(head.model.parameters()).device
     lengths = torch.tensor([len(row.token_ids) for row in rows])
-    weights = objective.row_weights(lengths, settings.aggregate, terms.length_divisor)
+    weights = objective.row_weights(lengths, settings.aggregate, terms.length_divisor).tolist()
     tokens = int(lengths.sum())
     active = [
         index
@@ -118,62 +157,127 @@ def accumulate_gradient(
         if row.token_ids and (row.advantage != 0 or terms.needs_all_rows)
     ]
     result = Gradient()
-    for batch in micro_batches([rows[i].length for i in active], tokens_per_microbatch):
-        chosen = [rows[active[i]] for i in batch]
-        sizes = torch.tensor([len(row.token_ids) for row in chosen])
-        with autocast(device, use_autocast):
-            logprobs, entropies = token_statistics(
-                head,
-                [row.prompt_ids for row in chosen],
-                [row.token_ids for row in chosen],
-                terms.temperature,
-            )
-        assert entropies is not None
-        current = _by_row(logprobs.detach().cpu(), chosen)
-        olds = [
-            part if row.old is None else row.old for row, part in zip(chosen, current, strict=True)
-        ]
-        old = torch.cat(olds).to(logprobs)
-        per_row = torch.tensor([row.advantage for row in chosen], dtype=torch.float64)
-        replayed = torch.tensor([row.replayed for row in chosen]).repeat_interleave(sizes)
-        losses, sums = objective.policy_loss(
-            logprobs,
-            old,
-            per_row.repeat_interleave(sizes).to(logprobs),
-            replayed.to(device),
-            clip=terms.clip,
-            shaping=settings.shaping,
-            beta=settings.beta,
-            power=settings.power,
-            cap=settings.replay_ratio_cap,
+    sizes = [rows[i].length for i in active]
+    packed, ranks = bool(head.packed), distributed.ranks()
+    for batches in rounds(sizes, tokens_per_microbatch, packed=packed, ranks=ranks):
+        chosen = [active[i] for i in batches[distributed.rank()]]
+        _micro_batch(
+            head,
+            [rows[i] for i in chosen],
+            [weights[i] for i in chosen],
+            tokens,
+            terms,
+            use_autocast,
+            result,
         )
-        if settings.kl > 0:
-            reference = torch.cat([_present(row.reference) for row in chosen]).to(logprobs)
-            kl = objective.k3_kl(logprobs, reference)
-            losses = losses + settings.kl * kl
-            sums["kl_reference"] = float(kl.detach().sum())
-        weight = weights[[active[i] for i in batch]].repeat_interleave(sizes).to(logprobs)
-        weighted = weight * losses
-        loss = weighted.sum()
-        if settings.entropy_bonus > 0:
-            loss = loss + objective.entropy_bonus(entropies, settings.entropy_bonus, tokens)
-        value = float(loss.detach())
-        sums |= {"loss": value, "tokens": float(logprobs.numel())}
-        sums["entropy"] = float(entropies.detach().sum())
-        sums |= _sampler_difference(chosen, olds)
-        result.sums = objective.merge_sums(result.sums, sums)
-        if not math.isfinite(value):
-            parts = _by_row((weighted.detach() + entropies.detach()).cpu(), chosen)
-            result.faulty.extend(
-                row.rollout_id
-                for row, part in zip(chosen, parts, strict=True)
-                if not bool(part.isfinite().all())
-            )
-            if not result.faulty:  # finite rows whose sum is not
-                result.faulty.extend(row.rollout_id for row in chosen)
-            continue
-        loss.backward()  # type: ignore[no-untyped-call]
-    return result
+    merged = Gradient()
+    for part in distributed.gather(result):
+        merged.sums = objective.merge_sums(merged.sums, part.sums)
+        merged.rows.extend(part.rows)
+    return merged
+
+
+def _micro_batch(
+    head: Head,
+    rows: Sequence[Row],
+    weights: Sequence[float],
+    tokens: int,
+    terms: Terms,
+    use_autocast: bool,
+    result: Gradient,
+) -> None:
+    """One forward and backward pass; what it left is added to ``result``.
+
+    Args:
+        head: the policy.
+        rows: with tokens each; none where other processes have more to do.
+        weights: of each row's tokens.
+        tokens: response tokens of the whole mini-batch.
+        terms: the objective.
+        use_autocast: see :func:`autocast`.
+        result: changed in place.
+    """
+    settings = terms.settings
+    device = next(head.model.parameters()).device
+    with autocast(device, use_autocast):
+        logprobs, entropies = token_statistics(
+            head,
+            [row.prompt_ids for row in rows],
+            [row.token_ids for row in rows],
+            terms.temperature,
+        )
+    assert entropies is not None
+    if not rows:
+        (logprobs.sum() + entropies.sum()).backward()  # type: ignore[no-untyped-call]
+        return
+    sizes = torch.tensor([len(row.token_ids) for row in rows])
+    current = logprobs.detach().cpu()
+    olds = [
+        part if row.old is None else row.old
+        for row, part in zip(rows, _by_row(current, rows), strict=True)
+    ]
+    old = torch.cat(olds)
+
+    def spread(values: Sequence[float]) -> Tensor:
+        """A value of each row, on each of its tokens."""
+        return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(logprobs)
+
+    replayed = torch.tensor([row.replayed for row in rows]).repeat_interleave(sizes)
+    losses, sums = objective.policy_loss(
+        logprobs,
+        old.to(logprobs),
+        spread([row.advantage for row in rows]),
+        replayed.to(device),
+        clip=terms.clip,
+        shaping=settings.shaping,
+        beta=settings.beta,
+        power=settings.power,
+        cap=settings.replay_ratio_cap,
+    )
+    samplers = [
+        part if row.sampler is None else row.sampler for row, part in zip(rows, olds, strict=True)
+    ]
+    mismatch = old - torch.cat(samplers)  # 0 for replayed tokens
+    if settings.sampler_cap is not None:
+        correction = objective.truncated_importance(mismatch, settings.sampler_cap)
+        losses = losses * correction.to(logprobs)
+        sums["sampler_capped"] = float((correction == settings.sampler_cap).sum())
+    if settings.kl > 0:
+        reference = torch.cat([_present(row.reference) for row in rows]).to(logprobs)
+        kl = objective.k3_kl(logprobs, reference)
+        losses = losses + settings.kl * kl
+        sums["kl_reference"] = float(kl.detach().sum())
+    weighted = spread(weights) * losses
+    loss = weighted.sum()
+    if settings.entropy_bonus > 0:
+        loss = loss + objective.entropy_bonus(entropies, settings.entropy_bonus, tokens)
+    sums |= {"loss": float(loss.detach()), "tokens": float(logprobs.numel())}
+    sums["entropy"] = float(entropies.detach().sum())
+    sums |= _sampler_mismatch(mismatch[torch.cat([_sampled(row) for row in rows])])
+    result.sums = objective.merge_sums(result.sums, sums)
+    finite = (weighted.detach() + entropies.detach()).isfinite().cpu()
+    result.rows.extend(
+        RowReport(
+            rollout_id=row.rollout_id,
+            replayed=row.replayed,
+            tokens=len(row.token_ids),
+            advantage=row.advantage,
+            loss=float(share.sum()),
+            finite=bool(is_finite.all()),
+            log_ratio_max=float(gap.abs().max()),
+            logprob_min=float(part.min()),
+        )
+        for row, share, is_finite, gap, part in zip(
+            rows,
+            _by_row(weighted.detach().cpu(), rows),
+            _by_row(finite, rows),
+            _by_row(current - old, rows),
+            _by_row(current, rows),
+            strict=True,
+        )
+    )
+    # FSDP takes the mean over the processes; the loss is a sum.
+    (loss * distributed.ranks()).backward()  # type: ignore[no-untyped-call]
 
 
 def _by_row(flat: Tensor, rows: Sequence[Row]) -> list[Tensor]:
@@ -187,17 +291,27 @@ def _present(value: Tensor | None) -> Tensor:
     return value
 
 
-def _sampler_difference(rows: Sequence[Row], old: Sequence[Tensor]) -> Sums:
-    """How far the engine's log-probabilities are from the trainer's, over fresh tokens."""
-    pairs = [(row.sampler, part) for row, part in zip(rows, old, strict=True)]
-    differences = [(part - sampler).abs() for sampler, part in pairs if sampler is not None]
-    if not differences:
+def _sampled(row: Row) -> Tensor:
+    """``[tokens]`` bool, whether the rollout engine's log-probabilities are known."""
+    return torch.full((len(row.token_ids),), row.sampler is not None)
+
+
+def _sampler_mismatch(mismatch: Tensor) -> Sums:
+    """How far the engine's log-probabilities are from the trainer's.
+
+    Args:
+        mismatch: ``[fresh tokens]``, trainer's minus engine's, nats.
+    """
+    if not mismatch.numel():
         return {}
-    flat = torch.cat(differences)
+    ratio = mismatch.double().exp()
     return {
-        "sampler_tokens": float(flat.numel()),
-        "sampler_difference": float(flat.sum()),
-        "sampler_difference_max": float(flat.max()),
+        "sampler_tokens": float(mismatch.numel()),
+        "sampler_difference": float(mismatch.abs().sum()),
+        "sampler_difference_max": float(mismatch.abs().max()),
+        "sampler_ratio": float(ratio.sum()),
+        "sampler_ratio_square": float(ratio.square().sum()),
+        "sampler_ratio_max": float(ratio.max()),
     }
 
 
@@ -206,6 +320,8 @@ def fill_old(
 ) -> list[Group]:
     """Give the rows that have no old log-probabilities those of the policy as it is now."""
     rows = [row for group in groups for row in group if row.old is None]
+    if not rows:
+        return [list(group) for group in groups]
     device = next(head.model.parameters()).device
     with autocast(device, use_autocast):
         scored = score_sequences(
@@ -223,6 +339,26 @@ def fill_old(
     ]
 
 
+def learning_rate(settings: TrainSettings, updates: int, progress: float) -> float:
+    """The learning rate of an update: linear warm-up, then the schedule.
+
+    Args:
+        settings: ``learning_rate``, ``schedule``, ``min_learning_rate`` and ``warmup_steps``.
+        updates: made before, since the run began.
+        progress: share of the run that is done, from 0 to 1; at 1 the schedule has come down to
+            ``min_learning_rate``.
+    """
+    peak, low = settings.learning_rate, min(settings.min_learning_rate, settings.learning_rate)
+    if settings.schedule == "linear":
+        share = 1 - progress
+    elif settings.schedule == "cosine":
+        share = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        share = 1.0
+    warm = min(1.0, (updates + 1) / max(settings.warmup_steps, 1))
+    return warm * (peak if share == 1.0 else low + (peak - low) * share)
+
+
 def run_updates(
     head: Head,
     groups: Sequence[Group],
@@ -232,13 +368,14 @@ def run_updates(
     *,
     seed: int,
     done: int = 0,
+    progress: tuple[float, float] = (0.0, 0.0),
     log: Log = quiet,
 ) -> StepResult:
     """One step: each group once, ``minibatch_questions`` groups an optimizer update.
 
     The groups go in an order drawn from the seed. Old log-probabilities that are missing are
     computed once, before the first update; where there is a single update, they are the current
-    ones, detached. The learning rate rises linearly over ``warmup_steps`` updates and stays.
+    ones, detached. The learning rate is that of :func:`learning_rate`.
 
     An update whose gradient norm is not finite, or above ``skip_grad_norm``, is left out and said.
 
@@ -250,6 +387,7 @@ def run_updates(
         settings: learning rate, warm-up, norms, mini- and micro-batch sizes.
         seed: of the order.
         done: optimizer updates done before this step.
+        progress: share of the run that is done before and after this step.
         log: gets a line an update.
     """
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -258,7 +396,7 @@ def run_updates(
         groups = fill_old(head, groups, terms, settings.tokens_per_microbatch, settings.autocast)
     parameters = list(trainable(head.model).values())
     head.model.train()
-    result = StepResult({}, [], [], 0, 0, settings.learning_rate, done)
+    result = StepResult({}, [], [], 0, [], settings.learning_rate, done)
     for number, chunk in enumerate(chunks, start=1):
         rows = [row for index in chunk for row in groups[order[index]]]
         optimizer.zero_grad(set_to_none=True)
@@ -268,8 +406,10 @@ def run_updates(
         if not gradient.sums:  # nothing to learn from: a gradient of 0, which still moves momentum
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
-        if gradient.faulty:
+        clipped = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
+        norm = float(distributed.full(clipped))
+        faulty = gradient.faulty
+        if faulty:
             norm = math.nan
         loss = gradient.sums.pop("loss", 0.0)
         result.sums = objective.merge_sums(result.sums, gradient.sums)
@@ -278,14 +418,14 @@ def run_updates(
         what = f"update {number}/{len(chunks)}: loss {loss:.4g}, gradient norm {norm:.4g}"
         limit = settings.skip_grad_norm
         if not math.isfinite(norm) or (limit is not None and norm > limit):
-            result.skipped += 1
             why = "not finite" if not math.isfinite(norm) else f"above skip_grad_norm = {limit:g}"
             log(f"{what}; SKIPPED, its gradient is {why}")
-            if gradient.faulty:
-                log(f"the loss is not finite in: {', '.join(gradient.faulty)}")
+            if faulty:
+                log(f"the loss is not finite in: {', '.join(faulty)}")
+            result.skipped.append(Skipped(number, f"gradient {why}", norm, gradient.rows))
             continue
-        warm = min(1.0, (result.total_updates + 1) / max(settings.warmup_steps, 1))
-        result.learning_rate = settings.learning_rate * warm
+        share = progress[0] + (progress[1] - progress[0]) * (number - 1) / len(chunks)
+        result.learning_rate = learning_rate(settings, result.total_updates, share)
         for group in optimizer.param_groups:
             group["lr"] = result.learning_rate
         optimizer.step()

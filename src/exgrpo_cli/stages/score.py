@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import polars as pl
     from transformers import PreTrainedModel
 
-_CANDIDATES_PER_PART = 512
+CANDIDATES_PER_PART = 512
+"""Replay candidates in one part of the scores."""
 
 
 def score(
@@ -109,7 +110,7 @@ def _candidate_parts(run: RunDir | None, step: int, out: Path) -> list[tuple[Pat
     candidates = replay_candidates(run, step)
     if candidates.is_empty():
         return []
-    chunks = tables.chunked(candidates.height, _CANDIDATES_PER_PART)
+    chunks = tables.chunked(candidates.height, CANDIDATES_PER_PART)
     return [
         (
             out / tables.part_name(i, len(chunks), prefix="replay"),

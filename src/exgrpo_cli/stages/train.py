@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,11 @@ def train(
 
     The result follows from the files and the recipe alone: on a CPU a step that was killed and is
     run again gives the same bits. ``out_trainer`` is written first, then ``out_policy``, each
-    whole; where ``out_policy`` exists the step is done and nothing is run.
+    whole; where ``out_policy`` exists the step is done and nothing is run. Rows of an update that
+    was left out are written to ``skipped.jsonl`` in ``out_trainer``.
+
+    Under ``torchrun`` this is called in every process; they share the model (FSDP2) and the batch,
+    and the first one writes.
 
     Args:
         rollouts: the step's ``rollouts``, from the policy being trained.
@@ -87,9 +91,18 @@ def train(
         - ``train/entropy``: token mean, nats. ``train/kl_reference``: token mean of the k3 KL,
           when ``objective.kl`` is set.
         - ``train/sampling_logp_difference_mean``, ``..._max``: |engine's minus trainer's
-          log-probability| of fresh tokens.
+          log-probability| of fresh tokens; ``train/sampling_ratio_mean``, ``..._std``, ``..._max``:
+          of the ratio trainer / engine; ``train/sampling_capped_share``: where
+          ``objective.sampler_cap`` cut it.
         - ``train/grad_norm``: mean over updates, before clipping. ``train/updates``,
           ``train/skipped_updates``, ``train/learning_rate``.
+        - ``train/reward_fresh``, ``train/reward_replay``: mean reward of the rollouts of fresh, of
+          replay questions; ``train/reward_replay_hard`` and so on: by the question's bucket.
+        - ``train/replay_age_mean``, ``..._max``: steps since the replayed trajectories were
+          collected. ``train/truncated_share``: of the rollouts.
+        - ``train/entropy_of_start``: entropy as a share of that of the run's first step.
+        - ``train/warning_entropy``, ``train/warning_ratio``, ``train/warning_groups``: 1 where it
+          looks bad, see :func:`warnings_of`.
         - ``train/rows``, ``train/replayed_rows``, ``train/groups``,
           ``train/zero_advantage_groups``, ``train/tokens`` (response tokens of all rows).
         - ``train/seconds`` (the whole stage), ``train/tokens_per_second`` (of the updates),
@@ -103,42 +116,48 @@ def train(
         InputError: bad files, files of different steps or policies, a missing trainer state, or
             settings that cannot train.
     """
-    say = log or quiet
+    from exgrpo_cli.policy import distributed
+
     started = time.monotonic()
-    if out_policy.exists() and not force:
-        say(f"{out_policy} exists already and is left as it is")
-        from exgrpo_cli.policy.checkpoint import read_trainer
+    with distributed.process_group(recipe.train.device) as device_name:
+        say = (log or quiet) if distributed.rank() == 0 else quiet
+        if distributed.gather(out_policy.exists())[0] and not force:
+            say(f"{out_policy} exists already and is left as it is")
+            from exgrpo_cli.policy.checkpoint import read_trainer
 
-        kept = read_trainer(out_trainer)["metrics"] if out_trainer.is_dir() else {}
-        return {"skipped": True, "policy": str(out_policy)} | kept
-    _check_settings(recipe)
-    _check_trainer(trainer, step)
+            kept = read_trainer(out_trainer)["metrics"] if out_trainer.is_dir() else {}
+            return {"skipped": True, "policy": str(out_policy)} | kept
+        _check_settings(recipe)
+        _check_trainer(trainer, step)
 
-    from exgrpo_cli.models import check_policy, resolve_device
+        from exgrpo_cli.models import check_policy, resolve_device
 
-    check_policy(policy)
-    device = resolve_device(recipe.train.device)
-    groups = _read_groups(rollouts, verdicts, scores, curated, step, recipe)
-    terms = _terms(recipe, replay_started)
-    with _seeded(row_seed(recipe.seed, "train", step), device):
-        metrics = _train(
-            groups,
-            terms,
-            policy,
-            trainer,
-            out_policy,
-            out_trainer,
-            step,
-            recipe,
-            device,
-            say,
-            started,
-        )
+        check_policy(policy)
+        device = resolve_device(device_name)
+        groups = _read_groups(rollouts, verdicts, scores, curated, step, recipe)
+        facts = _facts(rollouts, verdicts, curated)
+        terms = _terms(recipe, replay_started)
+        with _seeded(row_seed(recipe.seed, "train", step), device):
+            metrics = _train(
+                groups,
+                facts,
+                terms,
+                policy,
+                trainer,
+                out_policy,
+                out_trainer,
+                step,
+                recipe,
+                device,
+                say,
+                started,
+            )
     return metrics
 
 
 def _train(
     groups: list[Group],
+    facts: dict[str, float | None],
     terms: Terms,
     policy: str,
     trainer: Path | None,
@@ -150,9 +169,11 @@ def _train(
     log: Log,
     started: float,
 ) -> dict[str, Any]:
+    from dataclasses import asdict
+
     import torch
 
-    from exgrpo_cli.policy import checkpoint
+    from exgrpo_cli.policy import checkpoint, distributed
     from exgrpo_cli.policy.logprobs import check_rows, open_head
     from exgrpo_cli.policy.update import make_optimizer, run_updates
 
@@ -160,9 +181,11 @@ def _train(
         torch.cuda.reset_peak_memory_stats(device)
     if recipe.objective.kl > 0:
         groups = _with_reference(groups, terms, recipe, device, log)
-    log(f"train step {step}: opening {policy} on {device}")
-    model = _open_policy(policy, recipe, device)
-    head = open_head(model)
+    ranks = distributed.ranks()
+    where = f"{ranks} processes, {device.type}" if ranks > 1 else str(device)
+    log(f"train step {step}: opening {policy} on {where}")
+    model = _open_policy(policy, recipe, torch.device("cpu") if ranks > 1 else device)
+    head = open_head(model, distributed.shard(model, device))
     rows = [row for group in groups for row in group]
     check_rows(
         [row.prompt_ids for row in rows],
@@ -172,8 +195,10 @@ def _train(
     )
     optimizer = make_optimizer(model, recipe.train)
     done = 0
+    notes: dict[str, Any] = {}
     if trainer is not None and trainer.exists():
         done = checkpoint.load_trainer(trainer, model, optimizer, step=step)
+        notes = checkpoint.read_trainer(trainer).get("notes", {})
     log(
         f"train step {step}: {len(rows)} rows ({sum(row.replayed for row in rows)} replayed) in"
         f" {len(groups)} groups, clipping {'off' if terms.clip is None else 'on'}"
@@ -187,10 +212,18 @@ def _train(
         recipe.train,
         seed=row_seed(recipe.seed, "train", step),
         done=done,
+        progress=(
+            min(step / recipe.loop.steps, 1.0),
+            min((step + 1) / recipe.loop.steps, 1.0),
+        ),
         log=lambda line: log(f"train step {step}: {line}"),
     )
     seconds = time.monotonic() - at
-    metrics = _metrics(result, groups, seconds, device)
+    metrics = _metrics(result, groups, seconds, device) | facts
+    entropy = metrics["train/entropy"]
+    if entropy is not None:
+        notes = {"first_entropy": entropy} | notes
+    metrics |= warnings_of(metrics, notes.get("first_entropy"), log)
     metrics["train/seconds"] = time.monotonic() - started
     dtype = _save_dtype(policy, recipe)
     checkpoint.save_trainer(
@@ -201,11 +234,25 @@ def _train(
         updates=result.total_updates,
         masters=dtype != torch.float32,
         metrics=metrics,
+        notes=notes,
+        skipped=[
+            {"update": one.update, "reason": one.reason, "norm": _or_none(one.norm)}
+            | {name: _or_none(value) for name, value in asdict(row).items()}
+            for one in result.skipped
+            for row in one.rows
+        ],
     )
+    if result.skipped:
+        log(f"train step {step}: the rows of skipped updates are in {out_trainer}/skipped.jsonl")
     checkpoint.save_policy(model, policy, out_policy, dtype, recipe.model)
-    if recipe.train.keep is not None:
+    if recipe.train.keep is not None and distributed.rank() == 0:
         checkpoint.prune_trainers(out_trainer, recipe.train.keep)
     return metrics
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- settings -------------------------------------------------------------------------------
@@ -502,6 +549,78 @@ def _refuse_other_steps(data: pl.DataFrame, step: int, name: str) -> None:
 
 # --- metrics --------------------------------------------------------------------------------
 
+ENTROPY_FLOOR = 0.2
+"""Below this share of the first step's entropy, a policy hardly explores any more."""
+RATIO_CEILING = 10.0
+"""No sound update moves a fresh token's probability by this factor within one step."""
+SILENT_SHARE = 0.9
+"""With so many groups of equal rewards, a step learns from almost nothing."""
+
+
+def warnings_of(
+    metrics: dict[str, Any], first_entropy: float | None, log: Log
+) -> dict[str, float | None]:
+    """Early signs of a run that goes wrong, as metrics, and each in a line.
+
+    Args:
+        metrics: of the step, ``train/...``.
+        first_entropy: of the run's first step; None where it is not known.
+        log: gets a line for each warning.
+
+    Returns:
+        ``train/entropy_of_start`` and the three ``train/warning_...``, 0 or 1.
+    """
+    entropy, ratio = metrics["train/entropy"], metrics["train/ratio_max"]
+    share = entropy / first_entropy if entropy is not None and first_entropy else None
+    silent = metrics["train/zero_advantage_groups"] / max(metrics["train/groups"], 1)
+    collapse = (
+        f"entropy is {share or 0:.0%} of the first step's: the policy is collapsing; raise"
+        " objective.entropy_bonus or lower train.learning_rate"
+    )
+    jump = (
+        f"a fresh token's probability rose {ratio or 0:.3g} times in this step; lower"
+        " train.learning_rate, or set objective.clip = on"
+    )
+    silence = (
+        f"{silent:.0%} of the groups have equal rewards and teach nothing; are the problems too"
+        " hard or too easy, or is the verifier wrong?"
+    )
+    found = {
+        "entropy": (share is not None and share < ENTROPY_FLOOR, collapse),
+        "ratio": (ratio is not None and ratio > RATIO_CEILING, jump),
+        "groups": (silent > SILENT_SHARE, silence),
+    }
+    for is_bad, words in found.values():
+        if is_bad:
+            log(f"warning: {words}")
+    flags = {f"train/warning_{name}": float(is_bad) for name, (is_bad, _) in found.items()}
+    return {"train/entropy_of_start": share, **flags}
+
+
+def _facts(rollouts: Paths, verdicts: Paths, curated: Paths | None) -> dict[str, float | None]:
+    """Metrics of the batch itself: rewards by role and bucket, replay age, truncation."""
+    import polars as pl
+
+    fresh = tables.read_table(
+        "rollouts", rollouts, ["rollout_id", "problem_id", "role", "finish_reason"]
+    )
+    rewards = tables.read_table("verdicts", verdicts, ["rollout_id", "reward"])
+    fresh = fresh.join(rewards, on="rollout_id")
+    facts: dict[str, Any] = {
+        "truncated_share": (fresh["finish_reason"] == "length").mean(),
+        "reward_fresh": fresh.filter(pl.col("role") == "fresh")["reward"].mean(),
+        "reward_replay": fresh.filter(pl.col("role") == "replay")["reward"].mean(),
+    }
+    if curated is not None:
+        columns = ["problem_id", "bucket", "step", "collected_step"]
+        past = tables.read_table("curated", curated, columns)
+        ages = past["step"] - past["collected_step"]
+        facts |= {"replay_age_mean": ages.mean(), "replay_age_max": ages.max()}
+        again = fresh.filter(pl.col("role") == "replay").join(past, on="problem_id")
+        for bucket, rows in again.group_by("bucket"):
+            facts[f"reward_replay_{bucket[0]}"] = rows["reward"].mean()
+    return {f"train/{name}": None if v is None else float(v) for name, v in facts.items()}
+
 
 def _metrics(
     result: StepResult, groups: list[Group], seconds: float, device: torch.device
@@ -521,9 +640,12 @@ def _metrics(
         "entropy": mean("entropy", "tokens"),
         "sampling_logp_difference_mean": mean("sampler_difference", "sampler_tokens"),
         "sampling_logp_difference_max": sums.get("sampler_difference_max"),
+        "sampling_ratio_mean": mean("sampler_ratio", "sampler_tokens"),
+        "sampling_ratio_std": _deviation(sums),
+        "sampling_ratio_max": sums.get("sampler_ratio_max"),
         "grad_norm": _finite_mean(result.norms),
         "updates": result.updates,
-        "skipped_updates": result.skipped,
+        "skipped_updates": len(result.skipped),
         "learning_rate": result.learning_rate,
         "rows": len(rows),
         "replayed_rows": sum(row.replayed for row in rows),
@@ -535,10 +657,22 @@ def _metrics(
     }
     if "kl_reference" in sums:
         values["kl_reference"] = mean("kl_reference", "tokens")
+    if "sampler_capped" in sums:
+        values["sampling_capped_share"] = mean("sampler_capped", "sampler_tokens")
     return {
         f"train/{name}": None if value is None or not math.isfinite(value) else value
         for name, value in values.items()
     }
+
+
+def _deviation(sums: Mapping[str, float]) -> float | None:
+    """Standard deviation of the ratio between trainer and engine."""
+    count = sums.get("sampler_tokens", 0.0)
+    if not count:
+        return None
+    mean = sums["sampler_ratio"] / count
+    variance = sums["sampler_ratio_square"] / count - mean * mean
+    return math.sqrt(variance) if variance > 0 else 0.0 if math.isfinite(variance) else math.nan
 
 
 def _finite_mean(values: list[float]) -> float | None:
@@ -547,12 +681,16 @@ def _finite_mean(values: list[float]) -> float | None:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """MiB: the most that torch held on the GPU in this step, or the process ever took."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    """MiB: the most that torch held on a GPU in this step, or that a process ever took."""
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    import torch
+
+    from exgrpo_cli.policy import distributed
+
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**20
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak /= 2**20 if sys.platform == "darwin" else 2**10
+    return max(distributed.gather(peak))

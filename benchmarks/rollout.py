@@ -1,0 +1,227 @@
+"""The rollout stage against bare ``LLM.generate``, and how well entropies are estimated.
+
+    python benchmarks/rollout.py speed      # tokens/s, with a random model made on the spot
+    python benchmarks/rollout.py entropy --policy build/demo-model
+
+``speed`` starts vLLM once. Then, by turns, `rollout` samples all questions into Parquet and
+``LLM.generate`` samples the same prompts with the same seeds and parameters; its outputs are dropped.
+The prefix cache is emptied before each turn. Engine start-up is outside of both and reported.
+
+``entropy`` samples from a policy with vLLM, asking for the most probable tokens, and compares each
+estimate of a response's mean entropy with the exact one of a forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def make_policy(folder: Path, vocabulary: int, width: int, layers: int, length: int) -> None:
+    """A random Qwen2 with a byte-level tokenizer; responses end at random, ``length`` on average."""
+    import random
+
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        GenerationConfig,
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    words = [*sorted(letters)]
+    draw = random.Random(0)
+    seen = set(words)
+    while len(words) < vocabulary - 1:
+        word = "".join(draw.choices("abcdefghijklmnopqrstuvwxyzĠ", k=draw.randint(2, 7)))
+        if word not in seen:
+            seen.add(word)
+            words.append(word)
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=max(width // 256, 1),
+            intermediate_size=4 * width,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=0,
+        )
+    )
+    ends = list(range(vocabulary - max(vocabulary // length, 1), vocabulary))
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"policy: a random Qwen2 of {size / 1e6:.1f}M parameters, vocabulary {len(tokenizer)}")
+
+
+def make_problems(path: Path, questions: int, characters: int) -> None:
+    """Prompts of random letters, a token each; all of one run begin alike."""
+    import random
+
+    from exgrpo_cli import tables
+
+    draw = random.Random(1)
+    rows = [
+        {
+            "problem_id": f"q{i:05d}",
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=characters)),
+                }
+            ],
+            "answer": "0",
+            "verifier": "exact",
+            "source": "benchmark",
+        }
+        for i in range(questions)
+    ]
+    tables.write_table("problems", tables.frame("problems", rows), path)
+
+
+def speed(options: argparse.Namespace) -> None:
+    """tokens/s of the stage and of bare vLLM."""
+    from exgrpo_cli import tables
+    from exgrpo_cli.engines import Request, Sampling
+    from exgrpo_cli.engines.vllm import VllmEngine
+    from exgrpo_cli.models import load_tokenizer
+    from exgrpo_cli.recipe import load_recipe
+    from exgrpo_cli.stages.rollout import encode_prompts, rollout
+
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        policy = options.policy
+        if policy is None:
+            policy = str(root / "policy")
+            make_policy(
+                Path(policy), options.vocabulary, options.width, options.layers, options.length
+            )
+        make_problems(root / "problems.parquet", options.questions, options.prompt)
+        recipe = load_recipe(
+            None,
+            [
+                f"rollout.samples={options.samples}",
+                f"rollout.max_prompt_tokens={options.prompt}",
+                f"rollout.max_new_tokens={4 * options.length}",
+                *options.set,
+            ],
+            {"rollout.engine": "vllm", "model.path": policy},
+        )
+        began = time.perf_counter()
+        engine = VllmEngine(recipe, policy)
+        print(f"engine start-up {time.perf_counter() - began:.1f} s (outside of all figures below)")
+
+        prompts = encode_prompts(
+            tables.read_table("problems", root / "problems.parquet", ["problem_id", "prompt"]),
+            load_tokenizer(policy, recipe.model),
+            recipe,
+        )
+        sampling = Sampling(
+            recipe.rollout.temperature, recipe.rollout.max_new_tokens, recipe.rollout.entropies
+        )
+        requests = [
+            Request(0, ids, tables.row_seed(recipe.seed, 0, name, sample))
+            for name, ids in prompts.items()
+            for sample in range(recipe.rollout.samples)
+        ]
+        turn = 0
+
+        def stage() -> int:
+            nonlocal turn
+            turn += 1
+            result = rollout(
+                problems=root / "problems.parquet",
+                out=root / f"rollouts-{turn}",
+                policy=policy,
+                policy_name="p",
+                step=0,
+                recipe=recipe,
+                engine=lambda: engine,
+            )
+            return int(result["tokens"])
+
+        def bare(**changes: Any) -> int:
+            parameters = [engine.parameters(request, sampling) for request in requests]
+            for one in parameters:
+                for name, value in changes.items():
+                    setattr(one, name, value)
+            outputs = engine.llm.generate(
+                [{"prompt_token_ids": request.prompt_ids} for request in requests],
+                parameters,
+                use_tqdm=False,
+            )
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        ways: dict[str, Callable[[], int]] = {
+            "exgrpo rollout": stage,
+            "LLM.generate, the same": bare,
+            "LLM.generate, no seeds": lambda: bare(seed=None),
+            "LLM.generate, no seeds, no log-probs": lambda: bare(seed=None, logprobs=None),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        used: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(options.rounds + 1):
+            for name, way in ways.items():
+                engine.llm.reset_prefix_cache()
+                began, cpu = time.perf_counter(), time.process_time()
+                tokens = way()
+                seconds = time.perf_counter() - began
+                if number == 0 and name in list(ways)[:2]:
+                    print(f"  warm-up: {name}: {len(requests)} rows, {tokens} tokens")
+                if number:
+                    rates[name].append(tokens / seconds)
+                    used[name].append((time.process_time() - cpu) / tokens * 1e6)
+        engine.close()
+        reference = statistics.median(rates["LLM.generate, the same"])
+        print(f"median of {options.rounds} turns; load {os.getloadavg()[0]:.1f}")
+        for name in ways:
+            middle = statistics.median(rates[name])
+            print(
+                f"{name:38} {middle:9.0f} tokens/s  {middle / reference:5.2f}"
+                f"  ({min(rates[name]):.0f} to {max(rates[name]):.0f};"
+                f" this process {statistics.median(used[name]):.1f} µs a token)"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    one = kinds.add_parser("speed", help="tokens/s against bare LLM.generate")
+    one.add_argument("--policy", help="a model folder; default: a random one")
+    one.add_argument("--questions", type=int, default=16)
+    one.add_argument("--samples", type=int, default=8)
+    one.add_argument("--prompt", type=int, default=128, help="tokens")
+    one.add_argument("--length", type=int, default=128, help="mean tokens of a response")
+    one.add_argument("--vocabulary", type=int, default=8192)
+    one.add_argument("--width", type=int, default=256)
+    one.add_argument("--layers", type=int, default=4)
+    one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    one.set_defaults(run=speed)
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

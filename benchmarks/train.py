@@ -1,0 +1,521 @@
+"""One training step of `exgrpo train` beside TRL's GRPOTrainer: tokens a second, and memory.
+
+    python benchmarks/train.py --setup     # TRL into build/trl-venv, once (torch and its friends)
+    python benchmarks/train.py [--models 30m tiny] [--updates 2] [--questions 4] [--threads 1]
+
+Both get the same random Qwen2 in float32, the same prompts and responses of unlike lengths (the
+responses log-normal, as reasoning is: a few reach the limit), the same rewards and the same number
+of optimizer updates, on the CPU, each in a process of its own. TRL generates nothing: its
+`rollout_func` hands it the given tokens; its loss (`dr_grpo`, beta 0, rewards not scaled), its
+log-probabilities and its optimizer are its own. `exgrpo train` runs as the stage that it is, from
+files to the next policy.
+
+Counted is the time of the updates, on both sides without start, reading and saving, and without
+what TRL does around generation (decoding, rewards). Its micro-batches have `--rows` rows; ours have
+as many tokens as those, padding counted. TRL needs no old log-probabilities here: each of its
+updates has rollouts of its own. Ours come from `exgrpo score`, which runs before; a line says what
+it costs to let `train` compute them. Memory is the process's highest resident size, less that
+before the model was opened, less 16 bytes a parameter (weights, gradients, two moments), all in
+float32: what is left is activations, logits and whatever else.
+
+First, both compute the gradient of one update: the numbers say how far they are apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib.metadata
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TRL, TRL_VENV = "trl==1.16.0", ROOT / "build/trl-venv"
+
+MODELS: dict[str, dict[str, int]] = {
+    "30m": {
+        "vocab_size": 32_768,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1536,
+    },
+    "tiny": {  # as the demo's
+        "vocab_size": 96,
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+    },
+}
+SAMPLES, LONGEST = 8, 512
+PROMPT, MEDIAN, SIGMA = (32, 128), 150, 0.8  # tokens; of the responses' log-normal lengths
+LEARNING_RATE = 1e-8  # nothing moves: every update sees the same model
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+
+def draw(vocabulary: int, questions: int, equal: int, longest: int, seed: int) -> list[Any]:
+    """Groups of one prompt, with responses and rewards; the first ``equal`` ones all alike."""
+    rng = random.Random(seed)
+    groups = []
+    for question in range(questions):
+        prompt = [rng.randrange(4, vocabulary) for _ in range(rng.randint(*PROMPT))]
+        lengths = [
+            min(max(round(rng.lognormvariate(0, SIGMA) * MEDIAN), 8), longest)
+            for _ in range(SAMPLES)
+        ]
+        rewards = [float(rng.random() < 0.5) for _ in range(SAMPLES)]
+        if question < equal:
+            rewards = [float(question % 2)] * SAMPLES
+        elif len(set(rewards)) == 1:
+            rewards[0] = 1 - rewards[0]
+        groups.append(
+            {
+                "prompt": prompt,
+                "responses": [[rng.randrange(4, vocabulary) for _ in range(n)] for n in lengths],
+                "rewards": rewards,
+            }
+        )
+    rng.shuffle(groups)
+    return groups
+
+
+def response_tokens(groups: list[Any]) -> int:
+    return sum(len(response) for group in groups for response in group["responses"])
+
+
+def budget(groups: list[Any], rows: int) -> int:
+    """Tokens of TRL's micro-batches: all rows of an update are padded to the longest."""
+    prompt = max(len(group["prompt"]) for group in groups)
+    response = max(len(r) for group in groups for r in group["responses"])
+    return rows * (prompt + response)
+
+
+# --- a process each -------------------------------------------------------------------------------
+
+
+def make_model(config: dict[str, int], folder: Path) -> int:
+    """A random Qwen2 with a tokenizer that can decode its ids; its parameters."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**config, max_position_embeddings=1024, tie_word_embeddings=True)
+    )
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(config["vocab_size"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w2")),
+        pad_token="w0",
+        eos_token="w1",
+        unk_token="w2",
+    )
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def write_tables(groups: list[Any], folder: Path) -> None:
+    """The groups as rollouts and verdicts."""
+    from exgrpo_cli import tables
+
+    rollouts, verdicts = [], []
+    for question, group in enumerate(groups):
+        rows = zip(group["responses"], group["rewards"], strict=True)
+        for sample, (response, reward) in enumerate(rows):
+            rollout_id = f"s00000/q{question:04d}/{sample:02d}"
+            zeros = [0.0] * len(response)
+            rollouts.append(
+                {
+                    "rollout_id": rollout_id, "step": 0, "problem_id": f"q{question:04d}",
+                    "sample": sample, "role": "fresh", "policy": "step-00000",
+                    "prompt_ids": group["prompt"], "token_ids": response, "text": "",
+                    "logprobs": zeros, "mean_entropy": 0.0, "entropy_source": "logprobs",
+                    "mean_logprob": 0.0, "tokens": len(response), "token_hash": "",
+                    "finish_reason": "stop", "seed": 0,
+                }
+            )  # fmt: skip
+            verdicts.append(
+                {
+                    "rollout_id": rollout_id, "reward": reward, "correct": reward > 0,
+                    "status": "ok", "verifier": "exact", "seconds": 0.0,
+                }
+            )  # fmt: skip
+    part = tables.part_name(0, 1)
+    tables.write_table("rollouts", tables.frame("rollouts", rollouts), folder / "rollouts" / part)
+    tables.write_table("verdicts", tables.frame("verdicts", verdicts), folder / "verdicts" / part)
+
+
+def settled_memory() -> int:
+    """Bytes resident now, after what was freed has been given back."""
+    import psutil
+
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_memory() -> int:
+    """The most that was ever resident, bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def run_ours(job: dict[str, Any]) -> dict[str, Any]:
+    """The train stage on a job's groups; before it, its scores."""
+    import torch
+
+    torch.set_num_threads(job["threads"])
+    from safetensors.torch import load_file, save_file
+
+    from exgrpo_cli.recipe import parse_recipe
+    from exgrpo_cli.stages.score import score
+    from exgrpo_cli.stages.train import train
+
+    def step(groups: list[Any], model: str, questions: int, folder: Path) -> dict[str, Any]:
+        recipe = parse_recipe(
+            {
+                "model": {"path": model},
+                "rollout": {"samples": SAMPLES, "max_new_tokens": LONGEST},
+                "score": {"device": "cpu", "tokens_per_batch": job["budget"]},
+                "train": {
+                    "learning_rate": LEARNING_RATE,
+                    "minibatch_questions": questions,
+                    "tokens_per_microbatch": job["budget"],
+                    "gradient_checkpointing": job["checkpointing"],
+                    "device": "cpu",
+                },
+                "objective": {"entropy_bonus": 0.0, "clip": "on"},
+            },
+            "benchmark",
+        )
+        write_tables(groups, folder)
+        if job["scores"]:
+            score(
+                rollouts=folder / "rollouts",
+                out=folder / "scores",
+                policy=model,
+                policy_name="step-00000",
+                step=0,
+                recipe=recipe,
+            )
+        return train(
+            rollouts=folder / "rollouts",
+            verdicts=folder / "verdicts",
+            scores=folder / "scores" if job["scores"] else None,
+            curated=None,
+            policy=model,
+            trainer=None,
+            out_policy=folder / "policy",
+            out_trainer=folder / "trainer",
+            step=0,
+            recipe=recipe,
+            replay_started=False,
+        )
+
+    with tempfile.TemporaryDirectory() as name:
+        step(job["warm_up"], job["warm_up_model"], 1, Path(name) / "warm-up")
+        before = settled_memory()
+        metrics = step(job["groups"], job["model"], job["questions"], Path(name) / "step")
+        if job["gradient"]:
+            state = load_file(Path(name) / "step/trainer/optimizer.safetensors")
+            moments = {k.removesuffix("/exp_avg"): v for k, v in state.items() if "exp_avg" in k}
+            save_file({k: v for k, v in moments.items() if "/" not in k}, job["gradient"])
+    return {
+        "seconds": metrics["train/tokens"] / metrics["train/tokens_per_second"],
+        "memory": metrics["train/peak_memory_mb"] * 2**20 - before,
+        "loss": metrics["train/loss"],
+        "norm": metrics["train/grad_norm"],
+    }
+
+
+def run_trl(job: dict[str, Any]) -> dict[str, Any]:
+    """GRPOTrainer on a job's groups."""
+    import torch
+
+    torch.set_num_threads(job["threads"])
+    from datasets import Dataset
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Timed(GRPOTrainer):
+        """Keeps the time of what surrounds generation, so that it can be left out."""
+
+        around = 0.0
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            started = time.perf_counter()
+            found = super()._generate_and_score_completions(inputs)
+            self.around += time.perf_counter() - started
+            return found
+
+    class Clock(TrainerCallback):
+        begun = ended = 0.0
+        peak = 0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begun = self.begun or time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ended = time.perf_counter()
+            self.peak = peak_memory()
+
+    def step(groups: list[Any], model: str, questions: int, folder: str) -> tuple[Any, Clock]:
+        taken: dict[str, int] = {}
+
+        def rollouts(prompts: list[str], _: Any) -> dict[str, Any]:
+            """The given responses, each question's in turn."""
+            ids, responses, rewards = [], [], []
+            for prompt in prompts:
+                group, sample = groups[int(prompt)], taken.get(prompt, 0)
+                taken[prompt] = sample + 1
+                ids.append(group["prompt"])
+                responses.append(group["responses"][sample])
+                rewards.append(group["rewards"][sample])
+            return {
+                "prompt_ids": ids,
+                "completion_ids": responses,
+                "logprobs": None,
+                "given": rewards,
+            }
+
+        def reward(given: list[float], **_: Any) -> list[float]:
+            return given
+
+        clock = Clock()
+        rows = min(job["rows"], SAMPLES)
+        trainer = Timed(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+            reward_funcs=reward,
+            rollout_func=rollouts,
+            train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(groups))]}),
+            callbacks=[clock],
+            args=GRPOConfig(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=False,
+                learning_rate=LEARNING_RATE,
+                lr_scheduler_type="constant",
+                max_steps=len(groups) // questions,
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=questions * SAMPLES // rows,
+                num_generations=SAMPLES,
+                max_completion_length=LONGEST,
+                loss_type="dr_grpo",
+                beta=0.0,
+                scale_rewards="none",
+                shuffle_dataset=False,
+                gradient_checkpointing=job["checkpointing"],
+                save_strategy="no",
+                logging_steps=1,
+                report_to="none",
+                disable_tqdm=True,
+            ),
+        )
+        trainer.train()
+        return trainer, clock
+
+    with tempfile.TemporaryDirectory() as name:
+        step(job["warm_up"], job["warm_up_model"], 1, name)
+        before = settled_memory()
+        trainer, clock = step(job["groups"], job["model"], job["questions"], name)
+    if job["gradient"]:
+        names = {id(p): n for n, p in trainer.model.named_parameters()}
+        state = trainer.optimizer.state
+        save_file({names[id(p)]: s["exp_avg"] for p, s in state.items()}, job["gradient"])
+    history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "seconds": clock.ended - clock.begun - trainer.around,
+        "memory": clock.peak - before,
+        "loss": sum(entry["loss"] for entry in history) / len(history),
+        "norm": sum(entry["grad_norm"] for entry in history) / len(history),
+    }
+
+
+def run_model(job: dict[str, Any]) -> dict[str, Any]:
+    return {"parameters": make_model(job["config"], Path(job["folder"]))}
+
+
+def run_compare(job: dict[str, Any]) -> dict[str, Any]:
+    """Two gradients: how far apart, in parts of the second one's norm."""
+    import torch
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(name) for name in job["gradients"])
+    if ours.keys() != theirs.keys():
+        raise SystemExit(f"gradients of other weights: {ours.keys() ^ theirs.keys()}")
+    difference = sum(
+        float((ours[k].double() - v.double()).square().sum()) for k, v in theirs.items()
+    )
+    size = sum(float(torch.linalg.vector_norm(v.double())) ** 2 for v in theirs.values())
+    return {"difference": (difference / size) ** 0.5}
+
+
+CHILDREN = {"ours": run_ours, "trl": run_trl, "model": run_model, "compare": run_compare}
+
+
+def call(kind: str, job: dict[str, Any], python: str, threads: int, folder: Path) -> dict[str, Any]:
+    """A child's result; what it prints goes nowhere unless it fails."""
+    file, out = folder / "job.json", folder / "result.json"
+    file.write_text(json.dumps(job | {"threads": threads}))
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [python, __file__, "--child", kind, str(file), str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{kind} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return dict(json.loads(out.read_text()))
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def setup() -> None:
+    """TRL in a virtual environment of its own, with the torch and transformers used here."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    pins = [f"{name}=={version.partition('+')[0]}" for name, version in versions.items()]
+    subprocess.run([sys.executable, "-m", "venv", str(TRL_VENV)], check=True)
+    subprocess.run(
+        [TRL_VENV / "bin/python", "-m", "pip", "install", "-q", *pins, TRL, "psutil"], check=True
+    )
+
+
+def compare(name: str, options: argparse.Namespace, trl: str | None, folder: Path) -> None:
+    """One model's lines of the table."""
+    config, model = MODELS[name], folder / name
+
+    def child(kind: str, job: dict[str, Any]) -> dict[str, Any]:
+        python = trl if kind == "trl" and trl else sys.executable
+        return call(kind, job, python, options.threads, folder)
+
+    parameters = child("model", {"config": config, "folder": str(model)})["parameters"]
+    warm_up_model = folder / f"{name}-warm-up"
+    child("model", {"config": MODELS["tiny"], "folder": str(warm_up_model)})
+    questions = options.questions
+    total = questions * options.updates
+    job = {
+        "model": str(model),
+        "warm_up_model": str(warm_up_model),
+        "warm_up": draw(MODELS["tiny"]["vocab_size"], 1, 0, 16, 1),
+        "questions": questions,
+        "rows": options.rows,
+        "scores": True,
+        "checkpointing": False,
+        "gradient": "",
+    }
+
+    groups = draw(config["vocab_size"], 2, 0, LONGEST, 2)
+    check = job | {"groups": groups, "questions": 2, "budget": budget(groups, options.rows)}
+    print(f"\n{name}: {parameters / 1e6:.1f}M parameters, vocabulary {config['vocab_size']:,}")
+    if trl:
+        places = [str(folder / "ours.safetensors"), str(folder / "trl.safetensors")]
+        one = child("ours", check | {"gradient": places[0]})
+        other = child("trl", check | {"gradient": places[1]})
+        apart = child("compare", {"gradients": places})["difference"]
+        print(
+            f"the gradient of an update of {2 * SAMPLES} rows differs by {apart:.1e} of its norm;"
+            f" loss {one['loss']:.6f} (TRL {other['loss']:.6f}), norm {one['norm']:.6f}"
+            f" (TRL {other['norm']:.6f})"
+        )
+
+    print(f"{'':44}{'tokens/s':>10}{'':>8}{'memory':>12}")
+    share = round(total * options.equal)
+    cases: list[tuple[str, int, dict[str, Any]]] = [
+        ("no group of equal rewards", 0, {}),
+        (f"{share} of {total} groups of equal rewards", share, {}),
+        ("no group of equal rewards, checkpointing", 0, {"checkpointing": True}),
+    ]
+    for title, equal, changes in cases:
+        groups = draw(config["vocab_size"], total, equal, LONGEST, 3)
+        tokens = response_tokens(groups)
+        case = job | changes | {"groups": groups, "budget": budget(groups, options.rows)}
+        runs = {"exgrpo": child("ours", case)}
+        if trl:
+            runs["TRL"] = child("trl", case)
+        if not equal and not changes:
+            padded = len(groups) * SAMPLES * case["budget"] / options.rows
+            prompts = sum(len(group["prompt"]) * SAMPLES for group in groups)
+            print(
+                f"  {len(groups) * SAMPLES} rows, {tokens} response tokens (mean"
+                f" {tokens / len(groups) / SAMPLES:.0f}), {prompts} prompt tokens;"
+                f" {padded / (tokens + prompts):.2f} times that with padding;"
+                f" {case['budget']} tokens a micro-batch"
+            )
+            runs["exgrpo, old log-probabilities computed"] = child("ours", case | {"scores": False})
+        for who, run in runs.items():
+            speed = tokens / run["seconds"]
+            memory = (run["memory"] - 16 * parameters) / 2**20
+            ratios = ["", ""]
+            if trl and who != "TRL":
+                theirs = runs["TRL"]
+                ratios[0] = f"{theirs['seconds'] / run['seconds']:.2f}x"
+                above = (theirs["memory"] - 16 * parameters) / 2**20
+                ratios[1] = f"{memory / above:.2f}x"
+            print(
+                f"{title if who == 'exgrpo' else '':44}"
+                f"{speed:>10.0f}{ratios[0]:>8}{memory:>8.0f} MiB{ratios[1]:>8}  {who}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        kind, job, out = sys.argv[2:]
+        Path(out).write_text(json.dumps(CHILDREN[kind](json.loads(Path(job).read_text()))))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--setup", action="store_true", help=f"install {TRL} into {TRL_VENV}")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--updates", type=int, default=2, help="optimizer updates of the step")
+    parser.add_argument("--questions", type=int, default=4, help=f"an update, {SAMPLES} rows each")
+    parser.add_argument("--rows", type=int, default=4, help="rows of TRL's micro-batch")
+    parser.add_argument("--equal", type=float, default=0.375, help="share of groups alike")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    if options.setup:
+        setup()
+        return
+    python = TRL_VENV / "bin/python"
+    trl = str(python) if python.exists() else None
+    if trl is None:
+        print("TRL is not installed (python benchmarks/train.py --setup): exgrpo alone")
+    load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    print(f"float32, CPU, {options.threads} threads, {load}; {TRL if trl else ''}")
+    with tempfile.TemporaryDirectory() as name:
+        for model in options.models:
+            compare(model, options, trl, Path(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""What `exgrpo status` says of runs that are whole, half made, killed, shared and damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exgrpo_cli import cli, tables
+from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.status import numbers, shards
+from sample_run import make_metrics, make_run, make_tables, rollout_rows, verdict_rows, write
+
+ROOT = Path(__file__).parents[1]
+Call = Callable[..., str]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """The command line in this process: what it prints; its exit code must be ``code``."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*words: object, code: int = 0) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        done = capsys.readouterr()
+        assert (ended.value.code or 0) == code, done.err
+        return done.out if code == 0 else done.err
+
+    return run
+
+
+def wide_step(run: RunDir, step: int, parts: int, have: dict[str, list[int]]) -> None:
+    """A planned step of 2 questions a part, with these parts of rollouts, verdicts and scores."""
+    gold = {f"q{i:02d}": "1" for i in range(2 * parts)}
+    fresh = {"step": step, "role": "fresh", "samples": 2}
+    write("plan", run.plan(step), [{**fresh, "problem_id": name} for name in gold])
+    for i in range(parts):
+        texts = {f"q{j:02d}": ["\\boxed{1}", "no"] for j in (2 * i, 2 * i + 1)}
+        rows = rollout_rows(step, texts)
+        name = tables.part_name(i, parts)
+        if i in have.get("rollouts", []):
+            write("rollouts", run.rollouts(step) / name, rows)
+        if i in have.get("verdicts", []):
+            write("verdicts", run.verdicts(step) / name, verdict_rows(rows, gold))
+        if i in have.get("scores", []):
+            scores = [{**row, "policy": f"step-{step:05d}"} for row in rows]
+            write("scores", run.scores(step) / name, scores)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> RunDir:
+    """A run whose step 0 an array of tasks has half done: 13 of 16 parts are sampled."""
+    run = RunDir(tmp_path / "a run")
+    tables.write_text(run.recipe, "[rollout]\nquestions_per_part = 2\n[loop]\nsteps = 9\n")
+    write("problems", run.problems, [])
+    done = [i for i in range(16) if i not in (3, 7, 11)]
+    wide_step(run, 0, 16, {"rollouts": done, "verdicts": done[:6], "scores": []})
+    return run
+
+
+def test_an_arrays_missing_parts_shards_and_the_line_that_sends_them_again(
+    shared: RunDir, call: Call
+) -> None:
+    said = call("status", shared.root)
+    root = shlex.quote(str(shared.root))
+    assert "rollout  13/16 parts, missing 3 7 11; the last " in said
+    assert "shards 3,7,11 of 16: sbatch --array=3,7,11" in said
+    assert f"recipes/slurm/stage.sbatch rollout {root} 0 16\n" in said
+    assert "verify   6/16 parts, missing 3 7-15" in said
+    assert f"next: exgrpo rollout {root} --step 0\n" in said
+    assert f"all that is left: exgrpo run {root}" in said
+    assert "shards 3 of 4: sbatch --array=3 " in call("status", shared.root, "--tasks", 4)
+
+
+def test_the_shards_said_do_exactly_what_is_missing() -> None:
+    for tasks in (1, 2, 3, 8, 16):
+        missing = [3, 7, 11]
+        named = shards(missing, tasks)
+        done = {p for task in named for p in range(16) if tables.Shard(task, tasks).has(p)}
+        assert set(missing) <= done
+        for task in named:  # and each is needed
+            assert any(tables.Shard(task, tasks).has(part) for part in missing)
+    assert numbers([5, 0, 1, 2, 9, 8]) == "0-2,5,8-9"
+
+
+def test_json_has_it_all(shared: RunDir, call: Call) -> None:
+    found = json.loads(call("status", shared.root, "--json"))
+    assert found["step"]["plan"] == {"questions": 32, "fresh": 32, "replay": 0}
+    rollout, score = (found["step"]["stages"][name] for name in ("rollout", "score"))
+    assert (rollout["done"], rollout["expected"], rollout["missing"]) == (13, 16, [3, 7, 11])
+    assert not rollout["complete"]
+    assert score["missing"] == list(range(16))
+    assert (found["steps"], found["steps_planned"], found["at_work"]) == (0, 9, False)
+    assert found["replay_started_step"] is None
+    assert found["next"] == {
+        "step": 0,
+        "stage": "rollout",
+        "command": f"exgrpo rollout '{shared.root}' --step 0",
+    }
+
+
+def test_temporary_files_are_work_while_they_are_young(shared: RunDir, call: Call) -> None:
+    with tables.atomic_path(shared.rollouts(0) / tables.part_name(3, 16)) as half:
+        half.write_bytes(b"half")
+        assert "; 1 being written" in call("status", shared.root)
+        hour = time.time() - 3600
+        os.utime(half, (hour, hour))
+        said = call("status", shared.root)
+        assert "1 left by killed tasks" in said
+        assert "being written" not in said
+        assert "missing 3 7 11" in said
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[[RunDir], None]]:
+    """A process that holds a run's lock until the test ends."""
+    children = []
+
+    def hold(run: RunDir) -> None:
+        code = (
+            "import sys; from pathlib import Path; from exgrpo_cli.rundir import RunDir\n"
+            "with RunDir(Path(sys.argv[1])).locked(): print('held', flush=True); sys.stdin.read()"
+        )
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(run.root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        children.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+
+    yield hold
+    for child in children:
+        child.communicate()
+
+
+def test_a_run_that_is_held_is_at_work(
+    shared: RunDir, call: Call, holder: Callable[[RunDir], None]
+) -> None:
+    holder(shared)
+    assert "at work: an exgrpo run, curate or train holds this run" in call("status", shared.root)
+    assert json.loads(call("status", shared.root, "--json"))["at_work"]
+
+
+def test_looking_leaves_no_lock_and_no_file(shared: RunDir, call: Call) -> None:
+    before = sorted(shared.root.rglob("*"))
+    call("status", shared.root)
+    assert sorted(shared.root.rglob("*")) == before
+    with shared.locked():
+        pass
+    call("status", shared.root)
+    with shared.locked():
+        pass
+
+
+def test_half_made_runs(call: Call, tmp_path: Path) -> None:
+    def following(run: Path) -> str:
+        return str(json.loads(call("status", run, "--json"))["next"]["command"])
+
+    assert "no such run directory" in call("status", tmp_path / "none", code=2)
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    assert following(run.root) == f"exgrpo init {run.root} --recipe RECIPE.toml"
+    assert "next: exgrpo init" in call("status", run.root)
+    tables.write_text(run.recipe, "seed = 1\n")
+    assert following(run.root) == f"exgrpo init {run.root} --problems FILE"
+    tables.write_text(run.recipe, '[problems]\npath = "data/arithmetic/train.jsonl"\n')
+    assert following(run.root) == f"exgrpo init {run.root}"
+    write("problems", run.problems, [])
+    assert following(run.root) == f"exgrpo rollout {run.root} --step 0"
+    assert "plan     not made yet" in call("status", run.root)
+    run.policy(1).mkdir(parents=True)  # trained, but the curation came to no end
+    assert following(run.root) == f"exgrpo curate {run.root} --step 0"
+    tables.write_text(run.recipe, "seed = = 1\n")
+    assert "recipe.toml: not valid TOML" in call("status", run.root, code=2)
+
+
+def test_a_step_is_asked_for_and_gaps_behind_are_said(call: Call, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make_tables(run, 0)
+    make_metrics(run, 1)
+    run.policy(1).mkdir(parents=True)
+    (run.verdicts(0) / tables.part_name(1, 2)).unlink()
+    tables.write_json(run.curation, {"replay_from": 1})
+    wide_step(run, 1, 1, {"rollouts": [0], "verdicts": [0], "scores": [0]})
+    said = call("status", run.root)
+    assert "1 steps done, policy step-00001, replay since step 1" in said
+    assert "step 0 is trained, but parts are missing: verify 1\n" in said
+    assert f"next: exgrpo curate {run.root} --step 1" in said
+    earlier = json.loads(call("status", run.root, "--step", 0, "--json"))
+    assert earlier["step"]["stages"]["verify"]["missing"] == [1]
+    assert earlier["step"]["stages"]["train"]["complete"]
+    assert earlier["next"]["step"] == 1
+
+
+def test_finished_runs_say_so(call: Call, tmp_path: Path) -> None:
+    run = make_run(tmp_path, 4)
+    shutil.copy(run.recipe, tmp_path / "kept.toml")
+    write("plan", run.plan(4), [])
+    assert "finished: every question is retired\nnext: exgrpo report" in call("status", run.root)
+    text = "[loop]\nsteps = 4\n[evaluate]\nevery = 2\n[evaluate.problems]\nheldout = 'h.jsonl'\n"
+    tables.write_text(run.recipe, text)
+    said = call("status", run.root)
+    assert "finished: all steps are trained\n" in said
+    assert "evaluated on heldout: 4, missing 0 2\nfinished" in said
+    assert f"next: exgrpo report {run.root}" in said
+    (run.evaluation(4, "heldout") / "summary.json").unlink()
+    assert f"next: exgrpo evaluate {run.root} --step 4" in call("status", run.root)
+
+
+def test_what_must_be_mended_is_said(shared: RunDir, call: Call) -> None:
+    part = shared.rollouts(0) / tables.part_name(2, 16)
+    part.write_bytes(part.read_bytes()[:100])
+    shutil.copy(part, shared.verdicts(0) / tables.part_name(0, 3))
+    said = call("status", shared.root)
+    assert f"mend: {part}: damaged (no Parquet); remove it\n" in said
+    assert "verdicts/step-00000: part parts of 3 and of 16 lie together" in said
+    tables.write_text(shared.recipe, "[rollout]\nquestions_per_part = 4\n")
+    assert "sampled in 16 parts, and the recipe now gives 8" in call("status", shared.root)
+    shared.plan(0).write_bytes(b"")
+    said = call("status", shared.root)
+    assert "step-00000.parquet: the file is empty" in said
+    assert "13/16 parts" in said  # the names still tell
+
+
+def test_the_next_command_typed_again_and_again_ends_the_run(
+    demo_model: Path, tmp_path: Path, call: Call
+) -> None:
+    """From an empty directory's init to the last step, replay candidates among the work."""
+    run = RunDir(tmp_path / "run")
+    call(
+        "init", run.root, "--recipe", "recipes/demo.toml", "--model", demo_model,
+        "--set", "curate.questions=4", "--set", "rollout.samples=4", "--set", "loop.steps=2",
+        "--set", "rollout.engine=transformers", "--set", "rollout.questions_per_part=3",
+        "--set", "curate.start_success=0.0", "--set", "curate.store_before_start=true",
+        "--set", "verify.workers=1", "--set", "evaluate.every=0",
+    )  # fmt: skip
+    typed = []
+    while True:
+        found: dict[str, Any] = json.loads(call("status", run.root, "--json"))
+        if found["next"]["stage"] == "done":
+            break
+        typed.append(f"{found['next']['stage']} {found['next']['step']}")
+        if typed[-1] == "score 1":
+            assert found["step"]["stages"]["score"]["replay"]["expected"] == 1
+        assert len(typed) == len(set(typed)), typed
+        call(*shlex.split(found["next"]["command"])[1:])
+    stages = ("rollout", "verify", "score", "curate", "train")
+    assert typed == [f"{stage} {step}" for step in (0, 1) for stage in stages]
+    assert found["replay_started_step"] == 1
+    assert "2 of 2 steps done" in call("status", run.root)
+
+
+def test_nothing_heavy_is_imported(shared: RunDir) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom exgrpo_cli import status\n"
+        "from exgrpo_cli.rundir import RunDir\n"
+        "status.format_status(status.describe(RunDir(Path(sys.argv[1]))))\n"
+        "print(sorted({'torch', 'transformers', 'vllm', 'duckdb', 'numpy'} & set(sys.modules)))"
+    )
+    arguments = [sys.executable, "-c", code, str(shared.root)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
