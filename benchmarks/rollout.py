@@ -4,8 +4,9 @@
     python benchmarks/rollout.py entropy --policy build/demo-model
 
 ``speed`` starts vLLM once. Then, by turns, `rollout` samples all questions into Parquet and
-``LLM.generate`` samples the same prompts with the same seeds and parameters; its outputs are dropped.
-The prefix cache is emptied before each turn. Engine start-up is outside of both and reported.
+``LLM.generate`` samples the same prompts with the same seeds and parameters; its outputs are
+dropped. The prefix cache is emptied before each turn. Engine start-up is outside of both and
+reported.
 
 ``entropy`` samples from a policy with vLLM, asking for the most probable tokens, and compares each
 estimate of a response's mean entropy with the exact one of a forward pass.
@@ -24,7 +25,7 @@ from typing import Any
 
 
 def make_policy(folder: Path, vocabulary: int, width: int, layers: int, length: int) -> None:
-    """A random Qwen2 with a byte-level tokenizer; responses end at random, ``length`` on average."""
+    """A random Qwen2 with a byte-level tokenizer; responses have ``length`` tokens on average."""
     import random
 
     import torch
@@ -101,11 +102,11 @@ def make_problems(path: Path, questions: int, characters: int) -> None:
 def speed(options: argparse.Namespace) -> None:
     """tokens/s of the stage and of bare vLLM."""
     from exgrpo_cli import tables
-    from exgrpo_cli.engines import Request, Sampling
+    from exgrpo_cli.engines import Request
     from exgrpo_cli.engines.vllm import VllmEngine
     from exgrpo_cli.models import load_tokenizer
     from exgrpo_cli.recipe import load_recipe
-    from exgrpo_cli.stages.rollout import encode_prompts, rollout
+    from exgrpo_cli.stages.rollout import encode_prompts, rollout, training_sampling
 
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
@@ -135,9 +136,7 @@ def speed(options: argparse.Namespace) -> None:
             load_tokenizer(policy, recipe.model),
             recipe,
         )
-        sampling = Sampling(
-            recipe.rollout.temperature, recipe.rollout.max_new_tokens, recipe.rollout.entropies
-        )
+        sampling = training_sampling(recipe)
         requests = [
             Request(0, ids, tables.row_seed(recipe.seed, 0, name, sample))
             for name, ids in prompts.items()

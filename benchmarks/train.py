@@ -11,12 +11,13 @@ log-probabilities and its optimizer are its own. `exgrpo train` runs as the stag
 files to the next policy.
 
 Counted is the time of the updates, on both sides without start, reading and saving, and without
-what TRL does around generation (decoding, rewards). Its micro-batches have `--rows` rows; ours have
-as many tokens as those, padding counted. TRL needs no old log-probabilities here: each of its
-updates has rollouts of its own. Ours come from `exgrpo score`, which runs before; a line says what
-it costs to let `train` compute them. Memory is the process's highest resident size, less that
-before the model was opened, less 16 bytes a parameter (weights, gradients, two moments), all in
-float32: what is left is activations, logits and whatever else.
+what TRL does around generation (decoding, rewards); beside it the processor time, which other work
+on the machine disturbs less. TRL's micro-batches have `--rows` rows; ours have as many tokens as
+those, padding counted. TRL needs no old log-probabilities here: each of its updates has rollouts of
+its own. Ours come from `exgrpo score`, which runs before; a line says what it costs to let `train`
+compute them. Memory is the process's highest resident size, less that before the model was opened,
+less 16 bytes a parameter (weights, gradients, two moments), all in float32: what is left is
+activations, logits and whatever else.
 
 First, both compute the gradient of one update: the numbers say how far they are apart.
 """
@@ -170,6 +171,11 @@ def settled_memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def clocks() -> tuple[float, float]:
+    """Seconds now: of the wall, and of this process on the processor."""
+    return time.perf_counter(), time.process_time()
+
+
 def peak_memory() -> int:
     """The most that was ever resident, bytes."""
     import resource
@@ -185,9 +191,20 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
     from safetensors.torch import load_file, save_file
 
+    from exgrpo_cli.policy import update
     from exgrpo_cli.recipe import parse_recipe
     from exgrpo_cli.stages.score import score
     from exgrpo_cli.stages.train import train
+
+    run_updates, spent = update.run_updates, [0.0, 0.0]
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        started = clocks()
+        found = run_updates(*arguments, **options)
+        spent[:] = [b - a for a, b in zip(started, clocks(), strict=True)]
+        return found
+
+    update.run_updates = timed
 
     def step(groups: list[Any], model: str, questions: int, folder: Path) -> dict[str, Any]:
         recipe = parse_recipe(
@@ -239,7 +256,8 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
             moments = {k.removesuffix("/exp_avg"): v for k, v in state.items() if "exp_avg" in k}
             save_file({k: v for k, v in moments.items() if "/" not in k}, job["gradient"])
     return {
-        "seconds": metrics["train/tokens"] / metrics["train/tokens_per_second"],
+        "seconds": spent[0],
+        "cpu_seconds": spent[1],
         "memory": metrics["train/peak_memory_mb"] * 2**20 - before,
         "loss": metrics["train/loss"],
         "norm": metrics["train/grad_norm"],
@@ -259,23 +277,25 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
     class Timed(GRPOTrainer):
         """Keeps the time of what surrounds generation, so that it can be left out."""
 
-        around = 0.0
+        around = (0.0, 0.0)
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            started = time.perf_counter()
+            started = clocks()
             found = super()._generate_and_score_completions(inputs)
-            self.around += time.perf_counter() - started
+            parts = zip(self.around, started, clocks(), strict=True)
+            self.around = tuple(sum_ + b - a for sum_, a, b in parts)
             return found
 
     class Clock(TrainerCallback):
-        begun = ended = 0.0
+        begun: tuple[float, float] | None = None
+        ended = (0.0, 0.0)
         peak = 0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun = self.begun or time.perf_counter()
+            self.begun = self.begun or clocks()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ended = time.perf_counter()
+            self.ended = clocks()
             self.peak = peak_memory()
 
     def step(groups: list[Any], model: str, questions: int, folder: str) -> tuple[Any, Clock]:
@@ -342,9 +362,12 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
         names = {id(p): n for n, p in trainer.model.named_parameters()}
         state = trainer.optimizer.state
         save_file({names[id(p)]: s["exp_avg"] for p, s in state.items()}, job["gradient"])
+    parts = zip(clock.begun, clock.ended, trainer.around, strict=True)
+    seconds, cpu_seconds = (end - begun - around for begun, end, around in parts)
     history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {
-        "seconds": clock.ended - clock.begun - trainer.around,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "memory": clock.peak - before,
         "loss": sum(entry["loss"] for entry in history) / len(history),
         "norm": sum(entry["grad_norm"] for entry in history) / len(history),
@@ -447,7 +470,7 @@ def compare(name: str, options: argparse.Namespace, trl: str | None, folder: Pat
             f" (TRL {other['norm']:.6f})"
         )
 
-    print(f"{'':44}{'tokens/s':>10}{'':>8}{'memory':>12}")
+    print(f"{'':42}{'tokens/s':>9}{'':8}{'processor':>10}{'':7}{'memory':>11}")
     share = round(total * options.equal)
     cases: list[tuple[str, int, dict[str, Any]]] = [
         ("no group of equal rewards", 0, {}),
@@ -471,18 +494,26 @@ def compare(name: str, options: argparse.Namespace, trl: str | None, folder: Pat
                 f" {case['budget']} tokens a micro-batch"
             )
             runs["exgrpo, old log-probabilities computed"] = child("ours", case | {"scores": False})
-        for who, run in runs.items():
-            speed = tokens / run["seconds"]
-            memory = (run["memory"] - 16 * parameters) / 2**20
-            ratios = ["", ""]
+        lines = {
+            who: (
+                tokens / run["seconds"],
+                run["cpu_seconds"],
+                (run["memory"] - 16 * parameters) / 2**20,
+            )
+            for who, run in runs.items()
+        }
+        for who, (speed, seconds, memory) in lines.items():
+            ratios = ["", "", ""]
             if trl and who != "TRL":
-                theirs = runs["TRL"]
-                ratios[0] = f"{theirs['seconds'] / run['seconds']:.2f}x"
-                above = (theirs["memory"] - 16 * parameters) / 2**20
-                ratios[1] = f"{memory / above:.2f}x"
+                their_speed, their_seconds, their_memory = lines["TRL"]
+                ratios = [
+                    f"{speed / their_speed:.2f}x",
+                    f"{seconds / their_seconds:.2f}x",
+                    f"{memory / their_memory:.2f}x",
+                ]
             print(
-                f"{title if who == 'exgrpo' else '':44}"
-                f"{speed:>10.0f}{ratios[0]:>8}{memory:>8.0f} MiB{ratios[1]:>8}  {who}",
+                f"{title if who == 'exgrpo' else '':42}{speed:>9.0f}{ratios[0]:>8}"
+                f"{seconds:>8.1f} s{ratios[1]:>7}{memory:>7.0f} MiB{ratios[2]:>7}  {who}",
                 flush=True,
             )
 

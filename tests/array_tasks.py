@@ -1,52 +1,78 @@
-"""Array tasks as processes of their own, from a server that has imported torch once."""
+"""Array tasks as processes of their own, forked from a server that has imported torch once."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import polars as pl
-import torch
-
-import exgrpo_cli.engines.transformers
-import exgrpo_cli.policy.update  # noqa: F401
-from exgrpo_cli import cli
+# What the tasks would spend most of their time on. Installed modules alone: the server does not
+# know of this folder.
+_PRELOADED = [
+    "duckdb",
+    "polars",
+    "exgrpo_cli.cli",
+    "exgrpo_cli.engines.transformers",
+    "exgrpo_cli.policy.update",
+    "exgrpo_cli.stages.curate",
+    "exgrpo_cli.verifiers.pool",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+]
 
 
 def server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["array_tasks"])
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 
 def start(
-    context: ForkServerContext, words: list[str], task: int, tasks: int, *, killed: bool = False
+    context: ForkServerContext,
+    commands: Sequence[Sequence[str]],
+    *,
+    killed: bool = False,
+    **env: str,
 ) -> BaseProcess:
-    """``exgrpo WORDS`` as one task of a SLURM array.
+    """``exgrpo`` command lines, one after the other, in a process with these variables.
 
-    ``killed``: by SIGKILL, when half of its second part's file is written.
+    ``killed``: by SIGKILL, when half of its second Parquet file is written.
     """
-    process = context.Process(target=_task, args=(words, task, tasks, killed))
+    process = context.Process(target=_run, args=(commands, env, killed))
     process.start()
     return process
 
 
-def _task(words: list[str], task: int, tasks: int, killed: bool) -> None:
-    torch.set_num_threads(1)
+def slurm(task: int, tasks: int) -> dict[str, str]:
+    """SLURM's variables of an array's task."""
+    numbers = {"ID": task, "COUNT": tasks, "MIN": 0, "MAX": tasks - 1}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in numbers.items()}
+
+
+def _run(commands: Sequence[Sequence[str]], env: dict[str, str], killed: bool) -> None:
+    from exgrpo_cli import cli
+
     os.chdir(Path(__file__).parents[1])
-    os.environ |= {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": str(tasks)}
-    os.environ |= {"SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": str(tasks - 1)}
+    os.environ |= env
     if killed:
         _die_in_the_second_file()
-    cli.main(words)
+    for words in commands:
+        try:
+            cli.main(list(words))
+        except SystemExit as ended:
+            if ended.code:
+                raise
 
 
 def _die_in_the_second_file() -> None:
+    import polars as pl
+
     write = pl.DataFrame.write_parquet
     files = 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 from polars.testing import assert_frame_equal
 
-from array_tasks import server, start
+from array_tasks import server, slurm, start
 from exgrpo_cli.recipe import load_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.status import describe_step
@@ -31,34 +31,33 @@ def test_an_array_with_a_killed_and_a_doubled_task_makes_the_tables_of_one(
     """Step 1 of a run, so that there are replay groups and candidates to score."""
     context = server()
 
-    def finish(words: list[str], task: int = 0, tasks: int = 1, *, killed: bool = False) -> None:
-        process = start(context, words, task, tasks, killed=killed)
-        process.join(120)
+    def finish(*commands: list[str], killed: bool = False, **env: str) -> None:
+        process = start(context, commands, killed=killed, **env)
+        process.join(300)
         assert process.exitcode == (-signal.SIGKILL if killed else 0)
 
     single, array = RunDir(tmp_path / "single"), RunDir(tmp_path / "array")
-    finish(["init", str(single.root), *SETTINGS, "--model", str(demo_model)])
-    for stage in (*STAGES, "curate"):
-        finish([stage, str(single.root), "--step", "0"])
+    begin = ["init", str(single.root), *SETTINGS, "--model", str(demo_model)]
+    finish(begin, *([stage, str(single.root), "--step", "0"] for stage in (*STAGES, "curate")))
     shutil.copytree(demo_model, single.policy(1))  # a policy that learned nothing in step 0
     shutil.copytree(single.root, array.root)
+    finish(*([stage, str(single.root), "--step", "1"] for stage in STAGES))
+
     recipe = load_recipe(single.recipe)
     for stage, kind in STAGES.items():
-        finish([stage, str(single.root), "--step", "1"])
         words = [stage, str(array.root), "--step", "1"]
         folder: Path = getattr(array, kind)(1)
-        finish(words, 1, TASKS, killed=True)
-        assert len(list(folder.glob("part-*.parquet"))) == 1  # of the three that are its own
-        assert len(list(folder.glob(".*.tmp"))) == 1
+        finish(words, killed=True, **slurm(1, TASKS))
+        assert [file.name for file in folder.glob("part-*")] == ["part-00001-of-00011.parquet"]
         assert describe_step(array, 1, recipe)["stages"][stage]["writing"] == 1
-        first = (folder / "part-00001-of-00011.parquet").stat().st_mtime_ns
-        twins = [start(context, words, 3, TASKS) for _ in range(2)]
+        kept = (folder / "part-00001-of-00011.parquet").stat().st_mtime_ns
+        twins = [start(context, [words], **slurm(3, TASKS)) for _ in range(2)]
         for twin in twins:
-            twin.join(120)
+            twin.join(300)
             assert twin.exitcode == 0
         for task in (2, 1, 0):  # the killed one again, among the others
-            finish(words, task, TASKS)
-        assert (folder / "part-00001-of-00011.parquet").stat().st_mtime_ns == first
+            finish(words, **slurm(task, TASKS))
+        assert (folder / "part-00001-of-00011.parquet").stat().st_mtime_ns == kept
         assert describe_step(array, 1, recipe)["stages"][stage]["complete"]
         assert_same_tables(getattr(single, kind)(1), folder)
     assert set(parts(array.rollouts(1))["role"]) == {"fresh", "replay"}
@@ -67,9 +66,9 @@ def test_an_array_with_a_killed_and_a_doubled_task_makes_the_tables_of_one(
 
 def assert_same_tables(one: Path, other: Path) -> None:
     """The same files with the same rows; how long a verdict took aside."""
-    names = [sorted(file.name for file in f.glob("*.parquet")) for f in (one, other)]
+    names = [sorted(file.name for file in folder.glob("*.parquet")) for folder in (one, other)]
     assert names[0] == names[1]
     for name in names[0]:
-        a, b = (pl.read_parquet(folder / name) for folder in (one, other))
-        a, b = (frame.drop("seconds", strict=False) for frame in (a, b))
+        frames = (pl.read_parquet(folder / name) for folder in (one, other))
+        a, b = (frame.drop("seconds", strict=False) for frame in frames)
         assert_frame_equal(a, b, check_exact=True)

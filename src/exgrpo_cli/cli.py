@@ -180,7 +180,11 @@ ScoresOption = Annotated[
     Path | None, typer.Option("--scores", help="Scores: a folder of parts, or a file.")
 ]
 EngineOption = Annotated[
-    str | None, typer.Option("--engine", help="auto, vllm or transformers.", metavar="ENGINE")
+    str | None,
+    typer.Option("--engine", help="auto, vllm, transformers or server.", metavar="ENGINE"),
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="A running vllm serve, for --engine server.")
 ]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="Initial policy: a folder or a hub name.")
@@ -282,6 +286,7 @@ def rollout(
     run: RunArgument = None,
     step: StepOption = None,
     engine: EngineOption = None,
+    url: UrlOption = None,
     policy: PolicyOption = None,
     problems: ProblemsOption = None,
     plan: Annotated[
@@ -313,6 +318,7 @@ def rollout(
         dry_run,
         as_json,
         rollout__engine=engine,
+        rollout__url=url,
         rollout__samples=samples,
         rollout__temperature=temperature,
         rollout__max_new_tokens=max_new_tokens,
@@ -650,6 +656,7 @@ def run(
         int | None, typer.Option("--steps", min=1, help="Iterations, counted from the start.")
     ] = None,
     engine: EngineOption = None,
+    url: UrlOption = None,
     model: ModelOption = None,
     problems: TrainingProblemsOption = None,
     seed: SeedOption = None,
@@ -675,6 +682,7 @@ def run(
         loop__steps=steps,
         loop__track=track,
         rollout__engine=engine,
+        rollout__url=url,
         model__path=model,
         problems__path=None if problems is None else str(problems),
         seed=seed,
@@ -720,6 +728,7 @@ def evaluate(
     temperature: TemperatureOption = None,
     max_new_tokens: MaxNewTokensOption = None,
     engine: EngineOption = None,
+    url: UrlOption = None,
     seed: SeedOption = None,
     force: ForceOption = False,
     recipe: RecipeOption = None,
@@ -739,6 +748,7 @@ def evaluate(
         dry_run,
         as_json,
         rollout__engine=engine,
+        rollout__url=url,
         evaluate__samples=samples,
         evaluate__temperature=temperature,
         evaluate__max_new_tokens=max_new_tokens,

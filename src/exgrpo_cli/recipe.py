@@ -70,9 +70,12 @@ class ProblemSettings(Section):
 class RolloutSettings(Section):
     """Sampling from the current policy."""
 
-    engine: Literal["auto", "vllm", "transformers"] = Field(
-        "auto", description="auto: vLLM where it is installed, else transformers"
+    engine: Literal["auto", "vllm", "transformers", "server"] = Field(
+        "auto",
+        description="auto: vLLM where it is installed, else transformers; server: a running"
+        " vllm serve at rollout.url",
     )
+    url: str = Field("", description="of engine = server, such as http://node7:8000")
     samples: int = Field(8, ge=1, description="K, rollouts a question")
     temperature: float = Field(1.0, ge=0.0, description="sampling temperature")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="must be 1 in training: it biases ratios")
@@ -84,6 +87,13 @@ class RolloutSettings(Section):
     )
     entropies: bool = Field(
         True, description="keep per-token entropies where the engine has exact ones"
+    )
+    entropy_top_k: int = Field(
+        0,
+        ge=0,
+        le=20,
+        description="vLLM: estimate mean entropy from so many most probable tokens; 0: from the"
+        " sampled ones; for runs without score",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps (transformers engine)")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's share of the GPU")

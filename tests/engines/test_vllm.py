@@ -8,6 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,7 @@ import torch
 
 from exgrpo_cli.demo import make_tokenizer
 from exgrpo_cli.engines import Completion, Engine, Request, Sampling, open_engine
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.recipe import Recipe, parse_recipe
 
 pytestmark = pytest.mark.vllm
@@ -142,6 +147,17 @@ def check_against_forward(
         assert torch.allclose(torch.tensor(row.logprobs), expected, atol=1e-3), request.index
 
 
+def mean_entropy(folder: Path, request: Request, row: Completion, temperature: float) -> float:
+    from exgrpo_cli.models import load_model
+    from exgrpo_cli.recipe import ModelSettings
+
+    model = load_model(str(folder), ModelSettings(), torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([request.prompt_ids + row.token_ids])).logits[0]
+    log_p = torch.log_softmax(logits[len(request.prompt_ids) - 1 : -1] / temperature, -1)
+    return float(-(log_p.exp() * log_p).sum(-1).mean())
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_sampled_distribution(
     engine: Engine, folders: dict[str, Path], temperature: float
@@ -150,7 +166,24 @@ def test_logprobs_are_those_of_the_sampled_distribution(
     asked = requests(20)
     rows = by_index(engine.generate(asked, Sampling(temperature, NEW, entropies=True)))
     check_against_forward(folders["first"], rows, asked, temperature)
-    assert all(row.entropies is None for row in rows.values())
+    assert all(row.entropies is None and row.topk_entropy is None for row in rows.values())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_most_probable_tokens_estimate_the_mean_entropy(
+    engine: Engine, folders: dict[str, Path], temperature: float
+) -> None:
+    engine.load(str(folders["first"]))
+    asked = requests(20)
+    rows = by_index(engine.generate(asked, Sampling(temperature, NEW, entropy_top_k=20)))
+    check_against_forward(folders["first"], rows, asked, temperature)
+    for request in asked:
+        row = rows[request.index]
+        estimate = row.topk_entropy
+        assert estimate is not None
+        assert estimate == pytest.approx(
+            mean_entropy(folders["first"], request, row, temperature), abs=0.1
+        )
 
 
 def test_rows_end_by_any_end_token_or_by_length(engine: Engine, folders: dict[str, Path]) -> None:
@@ -257,6 +290,96 @@ def test_prompts_that_cannot_be_sampled_are_refused(
         engine.load(str(tmp_path / "nowhere"))
 
 
+@pytest.fixture(scope="module")
+def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real ``vllm serve`` with a policy and an adapter on it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = tmp_path_factory.mktemp("server") / "said.txt"
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+                "--model", str(folders["first"]), "--host", "127.0.0.1", "--port", str(port),
+                "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill",
+                "--max-model-len", str(PROMPT + NEW), "--max-num-batched-tokens", "4096",
+                "--kv-cache-memory-bytes", str(1 << 28),
+                "--enable-lora", "--max-lora-rank", "8",
+                "--lora-modules", f"mine={folders['adapter']}",
+            ],
+            stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{url}/health").close()
+                break
+            except OSError:
+                assert process.poll() is None, said.read_text()[-3000:]
+                time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def server_recipe(url: str, **rollout: Any) -> Recipe:
+    lengths = {"max_prompt_tokens": PROMPT, "max_new_tokens": NEW}
+    return parse_recipe({"rollout": {"engine": "server", "url": url, **lengths, **rollout}}, "test")
+
+
+def test_a_running_server_gives_what_the_own_engine_gives(
+    engine: Engine, server: str, folders: dict[str, Path]
+) -> None:
+    remote = open_engine(server_recipe(server), str(folders["first"]))
+    asked = requests(30)
+    for name in ("first", "adapter"):
+        engine.load(str(folders[name]))
+        own = by_index(engine.generate(asked, Sampling(1.0, NEW, entropy_top_k=5)))
+        remote.load(str(folders[name]))
+        rows = by_index(remote.generate(asked, Sampling(1.0, NEW, entropy_top_k=5)))
+        check_against_forward(folders[name], rows, asked)
+        assert {i: r.token_ids for i, r in rows.items()} == {i: r.token_ids for i, r in own.items()}
+        for index, row in rows.items():
+            assert row.finish_reason == own[index].finish_reason
+            assert row.topk_entropy == pytest.approx(own[index].topk_entropy, abs=1e-3)
+    plain = by_index(remote.generate(asked, Sampling(1.0, 3)))
+    assert all(row.token_ids == rows[i].token_ids[:3] for i, row in plain.items())
+
+
+def test_what_a_server_cannot_do_is_said(
+    server: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = open_engine(server_recipe(server), str(folders["first"]))
+    with pytest.raises(InputError, match=r"serves .*first \(as .*, not .*second; start it with"):
+        remote.load(str(folders["second"]))
+    with pytest.raises(InputError, match="logprobs-mode processed_logprobs"):
+        list(remote.generate(requests(3), Sampling(0.6, NEW)))
+    with pytest.raises(InputError, match="takes 44 tokens .* the recipe asks for 120"):
+        open_engine(server_recipe(server, max_new_tokens=100), str(folders["first"]))
+    with pytest.raises(InputError, match=r"status 400: .*out of vocabulary"):
+        list(remote.generate([Request(0, [5000], 1)], Sampling(1.0, NEW)))
+    with pytest.raises(InputError, match="needs the address"):
+        open_engine(server_recipe("node7"), str(folders["first"]))
+    with pytest.raises(InputError, match="is vllm serve running there"):
+        open_engine(server_recipe("http://127.0.0.1:9"), str(folders["first"]))
+    monkeypatch.setattr("exgrpo_cli.engines.server._WAITS", (0.0, 0.01))
+    remote._url = "http://127.0.0.1:9"  # type: ignore[attr-defined]
+    with pytest.raises(StageError, match="no answer .*the same command goes on"):
+        list(remote.generate(requests(3), Sampling(1.0, NEW)))
+
+
+def test_a_server_drops_rows_that_are_not_waited_for(server: str, folders: dict[str, Path]) -> None:
+    remote = open_engine(server_recipe(server), str(folders["first"]))
+    generator = remote.generate(requests(200), Sampling(1.0, NEW))
+    next(generator)
+    generator.close()  # type: ignore[attr-defined]
+    rows = by_index(remote.generate(requests(5), Sampling(1.0, NEW)))
+    assert set(rows) == {0, 1, 2, 3, 4}
+
+
 def test_close_ends_every_process(engine: Engine) -> None:
     """Last: the engine cannot be used afterwards."""
     import psutil
@@ -265,8 +388,10 @@ def test_close_ends_every_process(engine: Engine) -> None:
         found = []
         for process in psutil.Process().children(recursive=True):
             words = " ".join(process.cmdline())
-            if "resource_tracker" not in words:
-                found.append(words or process.name())
+            lineage = [words, *(" ".join(parent.cmdline()) for parent in process.parents())]
+            if "resource_tracker" in words or any("api_server" in line for line in lineage):
+                continue
+            found.append(words or process.name())
         return found
 
     assert ours()

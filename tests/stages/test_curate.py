@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -356,9 +357,29 @@ def test_equal_tokens_enter_once_with_their_first_log_probabilities(run: RunDir)
     assert questions(run)["a"]["successes"] == 1  # the bucket moves all the same
 
 
+def test_without_replay_it_is_plain_grpo(run: RunDir) -> None:
+    """Nothing is stored, nothing retires, replay never starts: every question once an epoch."""
+    write_problems(run, ["a", "b"])
+    recipe = make_recipe(start_success=0.0, questions=2, replay_ratio=0.0, store_before_start=True)
+    for step in range(3):
+        write_step(run, step, group(step, "a", "1111") + group(step, "b", "1000"))
+        assert sorted(plan_after(run, step, recipe)) == ["a", "b"]
+        assert not replay_on(run, step)  # so fresh tokens stay clipped
+    assert experience(run).is_empty()
+    assert questions(run)["a"]["retired_step"] is None
+    planned = tables.read_table("plan", run.plan(3))
+    assert set(planned.select("role", "samples").rows()) == {("fresh", 4)}
+    switched = make_recipe(start_success=0.0, questions=2)  # the log is the truth, also for this
+    write_step(run, 3, group(3, "a", "1111") + group(3, "b", "1000"))
+    assert curate(run, 3, switched)["rebuilt"]
+    assert questions(run)["a"]["retired_step"] == 0
+    assert set(pool(run)) == {"b"}
+
+
 def test_retired_questions_come_back_for_a_check_up(run: RunDir) -> None:
     write_problems(run, ["a", "b"])
-    recipe = make_recipe(start_success=0.0, questions=2, replay_ratio=0.0, revive_after=3)
+    # of 2 questions a hundredth: replay is on, and replays none
+    recipe = make_recipe(start_success=0.0, questions=2, replay_ratio=0.01, revive_after=3)
     write_step(run, 0, group(0, "a", "1111") + group(0, "b", "1000"))
     assert plan_after(run, 0, recipe) == ["b"]
     write_step(run, 1, group(1, "b", "1000") + group(1, "a", "1100"))  # retired: leaves nothing
@@ -1272,6 +1293,32 @@ def test_damaged_and_misplaced_files_are_named(run: RunDir) -> None:
     write_step(run, 0, [*rows, rows[2]])
     with pytest.raises(InputError, match=r"s00000/a/02 is there more than once"):
         curate(run, 0, recipe)
+
+
+def garble(path: Path) -> bytes:
+    """Spoil a file's data and leave its footer, which says that all is well; what it was before."""
+    whole = path.read_bytes()
+    footer = int.from_bytes(whole[-8:-4], "little") + 8
+    path.write_bytes(b"PAR1" + b"\xa5" * (len(whole) - footer - 4) + whole[-footer:])
+    return whole
+
+
+def test_files_garbled_behind_a_good_footer_are_named(run: RunDir) -> None:
+    recipe = make_recipe()
+    rows = prepare_choice(run, recipe, scored=True)
+    write_scores(run, 3, rows, {r["rollout_id"]: 0.5 for r in rows}, prefix="replay")
+    scored = next(run.scores(3).glob("replay-*"))
+    judged = next(run.verdicts(3).glob("part-*"))
+    for path in (run.problems, run.plan(3), scored, judged):
+        whole = garble(path)
+        with pytest.raises(InputError, match=rf"^{re.escape(str(path))}: "):
+            curate(run, 3, recipe, rebuild=True)
+        path.write_bytes(whole)
+    for path in (run.experience, run.plan(3)):
+        whole = garble(path)
+        with pytest.raises(InputError, match=rf"^{re.escape(str(path))}: "):
+            replay_candidates(run, 3)
+        path.write_bytes(whole)
 
 
 def test_an_earlier_step_that_is_not_whole_is_named(run: RunDir) -> None:

@@ -32,6 +32,8 @@ class Sampling:
     entropies: bool = False
     """Whether per-token entropies are wanted (only engines with exact ones give them)."""
     top_p: float = 1.0
+    entropy_top_k: int = 0
+    """Where there are no exact entropies: estimate from so many most probable tokens; 0: do not."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Completion:
     """Exact entropies of the sampled distribution, nats; None where the engine has none."""
     finish_reason: str
     """``stop`` (an end token) or ``length`` (cut off)."""
+    topk_entropy: float | None = None
+    """Mean over the tokens of :func:`exgrpo_cli.engines.entropy.topk_entropy`, where it was asked
+    for."""
 
 
 class Engine(Protocol):
@@ -94,6 +99,10 @@ def open_engine(recipe: Recipe, policy: str) -> Engine:
         from exgrpo_cli.engines.vllm import VllmEngine
 
         return VllmEngine(recipe, policy)
+    if kind == "server":
+        from exgrpo_cli.engines.server import ServerEngine
+
+        return ServerEngine(recipe, policy)
     from exgrpo_cli.engines.transformers import TransformersEngine
 
     return TransformersEngine(recipe, policy)

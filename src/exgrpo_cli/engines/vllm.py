@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from pydantic import ValidationError
 
 from exgrpo_cli.engines import Completion, Request, Sampling
+from exgrpo_cli.engines.entropy import topk_entropy
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.models import adapter_base, check_policy, is_adapter, load_tokenizer, resolve_dtype
-from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.recipe import ModelSettings, Recipe
 
 # Ranks that vLLM has LoRA kernels for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -31,8 +33,8 @@ _CLOSE_SECONDS = 20.0
 class VllmEngine:
     """A policy in vLLM (see :class:`exgrpo_cli.engines.Engine`).
 
-    Log-probabilities are those of the sampled distribution; there are no entropies, since vLLM
-    reports none over the whole vocabulary.
+    Log-probabilities are those of the sampled distribution. vLLM reports no entropies over the
+    whole vocabulary; their mean can be estimated from the most probable tokens.
     """
 
     name = "vllm"
@@ -79,14 +81,10 @@ class VllmEngine:
                 "max_loras": 1,
                 "max_cpu_loras": 1,
             }
-        new_tokens = max(rollout.max_new_tokens, self._recipe.evaluate.max_new_tokens or 0)
-        self._max_model_len = rollout.max_prompt_tokens + new_tokens
-        limit = _positions(base, settings.trust_remote_code)
-        if limit is not None:
-            self._max_model_len = min(self._max_model_len, limit)
+        self._max_model_len = longest_row(self._recipe, base)
         if on_cpu:
             options["max_num_batched_tokens"] = max(self._max_model_len, 4096)
-        self._end_ids = self._find_end_ids(policy, base)
+        self._end_ids = policy_end_ids(policy, settings)
         before = _children()
         try:
             self._llm = LLM(
@@ -118,21 +116,6 @@ class VllmEngine:
         if is_adapter(policy):
             self._use_adapter(policy)
 
-    def _find_end_ids(self, policy: str, base: str) -> list[int]:
-        from transformers import AutoConfig, GenerationConfig
-
-        from exgrpo_cli.engines.transformers import end_ids
-
-        tokenizer = load_tokenizer(policy, self._recipe.model)
-        try:
-            generation = GenerationConfig.from_pretrained(base)
-        except OSError:
-            config = AutoConfig.from_pretrained(
-                base, trust_remote_code=self._recipe.model.trust_remote_code
-            )
-            generation = GenerationConfig.from_model_config(config)
-        return end_ids(generation.eos_token_id, tokenizer.eos_token_id)
-
     def load(self, policy: str) -> None:
         """Go over to another policy without starting again.
 
@@ -156,7 +139,7 @@ class VllmEngine:
         self._adapter = None
         if is_adapter(policy):
             self._use_adapter(policy)
-        self._end_ids = self._find_end_ids(policy, base)
+        self._end_ids = policy_end_ids(policy, self._recipe.model)
 
     def _use_adapter(self, policy: str) -> None:
         from vllm.lora.request import LoRARequest
@@ -181,7 +164,7 @@ class VllmEngine:
             seed=request.seed,
             max_tokens=min(sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids)),
             stop_token_ids=self._end_ids,
-            logprobs=0,  # the sampled token's alone
+            logprobs=sampling.entropy_top_k,  # 0: the sampled token's alone
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -193,13 +176,7 @@ class VllmEngine:
         Raises:
             InputError: a prompt is empty, or leaves no room for a token.
         """
-        for request in requests:
-            if not 0 < len(request.prompt_ids) < self._max_model_len:
-                raise InputError(
-                    f"request {request.index} has {len(request.prompt_ids)} prompt tokens; this"
-                    f" engine takes 1 to {self._max_model_len - 1}"
-                    " (rollout.max_prompt_tokens, and the model's own limit)"
-                )
+        check_lengths(requests, self._max_model_len)
         if not requests:
             return
         parameters = [self.parameters(request, sampling) for request in requests]
@@ -213,11 +190,13 @@ class VllmEngine:
         numbers = [name.partition("-")[0] for name in names]
         waiting = dict(zip(numbers, requests, strict=True))
         engine = self._llm.llm_engine
+        vocabulary = self._llm.model_config.get_vocab_size()
         try:
             while waiting and engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished and output.request_id in waiting:
-                        yield _completion(waiting.pop(output.request_id), output.outputs[0])
+                        request = waiting.pop(output.request_id)
+                        yield _completion(request, output.outputs[0], sampling, vocabulary)
             if waiting:
                 raise StageError(f"vLLM dropped {len(waiting)} of {len(requests)} requests")
         finally:
@@ -248,18 +227,27 @@ def _children() -> set[psutil.Process]:
     return found
 
 
-def _completion(request: Request, output: Any) -> Completion:
-    """vLLM's output of one row; its flat log-probabilities hold one entry a token."""
-    token_ids = [int(token) for token in output.token_ids]
-    flat = output.logprobs
-    if [int(token) for token in flat.token_ids] != token_ids:
+def _completion(request: Request, output: Any, sampling: Sampling, vocabulary: int) -> Completion:
+    """vLLM's output of one row.
+
+    Its flat log-probabilities hold 1 + k entries a token: the sampled token's, then the k most
+    probable ones'.
+    """
+    token_ids, flat = list(output.token_ids), output.logprobs
+    width = 1 + sampling.entropy_top_k
+    if flat.token_ids[::width] != token_ids or len(flat.logprobs) != width * len(token_ids):
         raise RuntimeError(f"vLLM gave log-probabilities of other tokens in row {request.index}")
+    estimate = None
+    if sampling.entropy_top_k:
+        known = np.array(flat.logprobs).reshape(len(token_ids), width)[:, 1:]
+        estimate = float(topk_entropy(known, vocabulary).mean())
     return Completion(
         index=request.index,
         token_ids=token_ids,
-        logprobs=[float(value) for value in flat.logprobs],
+        logprobs=flat.logprobs[::width],
         entropies=None,
         finish_reason=str(output.finish_reason),
+        topk_entropy=estimate,
     )
 
 
@@ -278,12 +266,46 @@ def _lora_rank(policy: str, rank: int) -> int:
     raise InputError(f"{policy}: LoRA rank {rank} is above {_RANKS[-1]}, the most that vLLM takes")
 
 
-def _positions(base: str, trust_remote_code: bool) -> int | None:
-    """The most positions the model's configuration names; None where it names none."""
+def policy_end_ids(policy: str, settings: ModelSettings) -> list[int]:
+    """All end tokens of a policy: its generation_config's and its tokenizer's."""
+    from transformers import AutoConfig, GenerationConfig
+
+    from exgrpo_cli.engines.transformers import end_ids
+
+    base = adapter_base(policy) if is_adapter(policy) else policy
+    tokenizer = load_tokenizer(policy, settings)
+    try:
+        generation = GenerationConfig.from_pretrained(base)
+    except OSError:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=settings.trust_remote_code)
+        generation = GenerationConfig.from_model_config(config)
+    return end_ids(generation.eos_token_id, tokenizer.eos_token_id)
+
+
+def longest_row(recipe: Recipe, base: str) -> int:
+    """Tokens of the longest prompt and response together, no more than the model has positions."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    new_tokens = max(recipe.rollout.max_new_tokens, recipe.evaluate.max_new_tokens or 0)
+    wanted = recipe.rollout.max_prompt_tokens + new_tokens
+    config: Any = AutoConfig.from_pretrained(base, trust_remote_code=recipe.model.trust_remote_code)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return wanted if limit is None else min(wanted, limit)
+
+
+def check_lengths(requests: Sequence[Request], longest: int) -> None:
+    """Refuse prompts that are empty or leave no room for a token.
+
+    Raises:
+        InputError: naming the first.
+    """
+    for request in requests:
+        if not 0 < len(request.prompt_ids) < longest:
+            raise InputError(
+                f"request {request.index} has {len(request.prompt_ids)} prompt tokens; this"
+                f" engine takes 1 to {longest - 1}"
+                " (rollout.max_prompt_tokens, and the model's own limit)"
+            )
 
 
 def _reason(error: Exception) -> str:

@@ -238,6 +238,9 @@ class Head:
         if self.root is None:
             return function()
         result: T = self.root(function)
+        if not torch.is_grad_enabled():
+            # FSDP keeps the outermost weights for the backward pass; none will come.
+            self.root.reshard()  # type: ignore[operator]
         return result
 
 
@@ -306,7 +309,7 @@ def _packed_attention(head: Head, inner: Any) -> str:
     rows = [[1, 2, 3, 1, 2], [3, 1]]
     ids = [[token % head.vocabulary for token in row] for row in rows]
     with _evaluating(head.model), torch.no_grad():
-        alone = torch.cat([_outputs(head, [row], "") for row in ids])
+        alone = head.run(lambda: torch.cat([_outputs(head, [row], "") for row in ids]))
         name = own
         if own == "sdpa":
             from transformers import AttentionInterface
@@ -315,7 +318,7 @@ def _packed_attention(head: Head, inner: Any) -> str:
             name = _PACKED_SDPA
             inner.set_attn_implementation(name)
         try:
-            together = _outputs(head, ids, name)
+            together = head.run(lambda: _outputs(head, ids, name))
         except (TypeError, ValueError):  # a model that does not hand the sequences' bounds on
             together = None
     if together is not None:

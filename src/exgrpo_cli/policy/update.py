@@ -406,8 +406,11 @@ def run_updates(
         if not gradient.sums:  # nothing to learn from: a gradient of 0, which still moves momentum
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        clipped = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
-        norm = float(distributed.full(clipped))
+        total = distributed.full(
+            torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        )
+        torch.nn.utils.clip_grads_with_norm_(parameters, settings.max_grad_norm, total)
+        norm = float(total)
         faulty = gradient.faulty
         if faulty:
             norm = math.nan

@@ -6,6 +6,7 @@
 --      $lower, $upper    a group is stored when lower < k <= upper
 --      $count_replayed   whether k and n include the replayed row
 --      $storing          whether this step stores at all: replay is on, or store_before_start
+--      $retiring         whether questions retire at all: not where nothing is ever replayed
 --      $revive_after     retired questions come back after so many steps; null: never
 -- out  step_groups       problem_id, role,
 --                        successes, attempts               the replayed row counted,
@@ -39,7 +40,7 @@ counted AS (
         fresh_successes,
         fresh_attempts,
         CASE WHEN $count_replayed THEN fresh_successes + replayed ELSE fresh_successes END AS k,
-        bool_or(fresh_attempts > 0 AND fresh_successes = fresh_attempts)
+        $retiring AND bool_or(fresh_attempts > 0 AND fresh_successes = fresh_attempts)
             OVER (PARTITION BY problem_id) AS solved
     FROM sampled
 )

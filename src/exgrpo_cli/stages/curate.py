@@ -19,7 +19,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -126,16 +126,38 @@ def _glob_safe(paths: Sequence[Path]) -> list[str]:
     return [tables.literal_path(path.absolute()) for path in paths]
 
 
+@contextmanager
+def _reading(*read: tuple[str, Path, Sequence[str]]) -> Iterator[None]:
+    """Around queries: where DuckDB cannot read, say which of these files is at fault.
+
+    Args:
+        read: table, file and columns of each.
+
+    Raises:
+        InputError: in place of DuckDB's error, naming the file.
+    """
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        for table, path, columns in read:
+            tables.read_table(table, path, columns)  # the clearer message
+        files = " or ".join(str(path) for _, path, _ in read[:3])
+        raise InputError(f"{files}: cannot be read: {str(error).splitlines()[0]}") from error
+
+
 def _fill_problem_ids(con: duckdb.DuckDBPyConnection, problems: Path) -> None:
     """The ids of the problem set into the working table ``problems``."""
     if not problems.exists():
         raise InputError(f"{problems}: no such file; import the problems of the run first")
     tables.check_columns("problems", problems, ["problem_id"])
     con.execute("DELETE FROM problems").fetchall()
-    con.execute(
-        "INSERT INTO problems SELECT DISTINCT problem_id FROM read_parquet($files)",
-        {"files": _glob_safe([problems])},
-    ).fetchall()
+    with _reading(("problems", problems, ["problem_id"])):
+        con.execute(
+            "INSERT INTO problems SELECT DISTINCT problem_id FROM read_parquet($files)",
+            {"files": _glob_safe([problems])},
+        ).fetchall()
 
 
 # --- the log ------------------------------------------------------------------------------------
@@ -205,8 +227,8 @@ def _step_files(run: RunDir, step: int) -> _StepFiles:
     )
 
 
-def _check_files(step_files: _StepFiles) -> None:
-    """Check the columns of a step's files by their footers alone."""
+def _check_files(step_files: _StepFiles, check: Callable[..., object]) -> None:
+    """Check a step's files: ``tables.check_columns`` their footers, ``tables.read_table`` all."""
     for table, paths, columns in (
         ("rollouts", step_files.rollouts, _ROLLOUT_COLUMNS),
         ("verdicts", step_files.verdicts, _VERDICT_COLUMNS),
@@ -214,7 +236,7 @@ def _check_files(step_files: _StepFiles) -> None:
         ("plan", [step_files.plan] if step_files.plan else [], ("problem_id", "role")),
     ):
         for path in paths:
-            tables.check_columns(table, path, columns)
+            check(table, path, columns)
 
 
 def _digest(run: RunDir, step: int) -> str:
@@ -276,7 +298,13 @@ def _table_settings(recipe: Recipe) -> dict[str, Any]:
         "max_age": curate.max_age,
         "max_per_question": curate.max_per_question,
         "max_trajectories": curate.max_trajectories,
+        "on_policy": True if _on_policy(recipe) else None,
     }
+
+
+def _on_policy(recipe: Recipe) -> bool:
+    """Whether the recipe never replays: plain GRPO, which stores nothing and retires nothing."""
+    return recipe.curate.replay_ratio == 0
 
 
 def _all_settings(recipe: Recipe) -> dict[str, Any]:
@@ -305,17 +333,19 @@ def _read_plan(con: duckdb.DuckDBPyConnection, plan: Path | None) -> None:
     """A step's plan into the working table ``planned``; empty where none is kept."""
     con.execute("DELETE FROM planned").fetchall()
     if plan is not None:
-        con.execute(
-            "INSERT INTO planned SELECT problem_id, role FROM read_parquet($files)",
-            {"files": _glob_safe([plan])},
-        ).fetchall()
+        with _reading(("plan", plan, ["problem_id", "role"])):
+            con.execute(
+                "INSERT INTO planned SELECT problem_id, role FROM read_parquet($files)",
+                {"files": _glob_safe([plan])},
+            ).fetchall()
 
 
 def _read_scored(con: duckdb.DuckDBPyConnection, paths: Sequence[Path], step: int) -> None:
     """Mean entropies from a step's scores into the working table ``scored``."""
     con.execute("DELETE FROM scored").fetchall()
     if paths:
-        run_sql(con, "scored", scores=_glob_safe(paths), policy=step_name(step))
+        with _reading(*(("scores", path, _SCORE_COLUMNS) for path in paths)):
+            run_sql(con, "scored", scores=_glob_safe(paths), policy=step_name(step))
 
 
 def _read_step(
@@ -340,7 +370,7 @@ def _read_step(
             root=str(run.root.absolute()).rstrip("/") + "/",
         )
     except duckdb.Error as error:
-        _check_files(step_files)  # the clearer message, where it is one of these
+        _check_files(step_files, tables.read_table)  # the clearer message, where it is one of these
         reason = str(error).splitlines()[0]
         raise InputError(f"{run.rollouts(step)}: step {step} cannot be read: {reason}") from error
     found = con.execute(
@@ -398,7 +428,8 @@ def _take_in(
         lower=curate.lower,
         upper=recipe.stored_upper,
         count_replayed=curate.count_replayed,
-        storing=replaying or curate.store_before_start,
+        storing=not _on_policy(recipe) and (replaying or curate.store_before_start),
+        retiring=not _on_policy(recipe),
         revive_after=curate.revive_after,
     )
     run_sql(con, "take_in", step=step, count_replayed=curate.count_replayed)
@@ -414,7 +445,8 @@ def _take_in(
         "SELECT coalesce(sum(successes), 0), coalesce(sum(attempts), 0) FROM step_groups"
         " WHERE fresh_attempts > 0"
     ).fetchall()[0]
-    if state.replay_from is None and sampled and int(solved) / int(sampled) > curate.start_success:
+    starts = sampled and int(solved) / int(sampled) > curate.start_success
+    if state.replay_from is None and starts and not _on_policy(recipe):
         state.replay_from = step + 1
     state.last = step
 
@@ -536,7 +568,11 @@ def replay_candidates(run: RunDir, step: int) -> pl.DataFrame:
             f" run: exgrpo curate {run.root} --step {step - 1} --rebuild"
         )
     tables.check_columns("experience", run.experience, ["rollout_id", "problem_id", "part"])
-    with _connect(run.root / _SPILL) as con:
+    held = ("experience", run.experience, ["rollout_id", "problem_id", "part"])
+    with (
+        _connect(run.root / _SPILL) as con,
+        _reading(held, ("plan", plan, ["problem_id", "role"])),
+    ):
         rows = run_sql(
             con,
             "replay_candidates",
@@ -647,7 +683,8 @@ def _write_curated(con: duckdb.DuckDBPyConnection, run: RunDir, step: int) -> No
     for paths in (sorted(p for p in same_name if p.exists()), sorted(everywhere - same_name)):
         found = {row[0] for row in con.execute("SELECT rollout_id FROM collected").fetchall()}
         if paths and scored - found:
-            run_sql(con, "collected_logprobs", scores=_glob_safe(paths))
+            with _reading(*(("scores", path, ["rollout_id", "logprobs"]) for path in paths)):
+                run_sql(con, "collected_logprobs", scores=_glob_safe(paths))
     unequal = con.execute(
         "SELECT min(rollout_id) FROM trajectories JOIN collected USING (rollout_id)"
         " WHERE len(token_ids) <> len(collected.logprobs)"
@@ -1065,7 +1102,7 @@ def curate(
         finished = not tables.read_table("plan", run.plan(step + 1), ["problem_id"]).height
         return metrics | {"skipped": True, "rebuilt": False, "finished": finished}
 
-    _check_files(step_files)
+    _check_files(step_files, tables.check_columns)
     state = _State()
     with _connect(run.root / _SPILL) as con:
         _fill_problem_ids(con, run.problems)
@@ -1162,11 +1199,12 @@ def _catch_up(
 
 def _check_plan(con: duckdb.DuckDBPyConnection, run: RunDir, plan: Path) -> None:
     """Refuse a plan that was made for another problem set."""
-    unknown = con.execute(
-        "SELECT count(*), min(problem_id) FROM read_parquet($files)"
-        " WHERE problem_id NOT IN (SELECT problem_id FROM problems)",
-        {"files": _glob_safe([plan])},
-    ).fetchall()[0]
+    with _reading(("plan", plan, ["problem_id", "role"])):
+        unknown = con.execute(
+            "SELECT count(*), min(problem_id) FROM read_parquet($files)"
+            " WHERE problem_id NOT IN (SELECT problem_id FROM problems)",
+            {"files": _glob_safe([plan])},
+        ).fetchall()[0]
     if unknown[0]:
         raise InputError(
             f"{plan}: {unknown[0]} planned questions are not in {run.problems} (the first is"

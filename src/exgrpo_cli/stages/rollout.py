@@ -151,13 +151,18 @@ def completion_row(
 ) -> dict[str, Any]:
     """A row of the ``rollouts`` table.
 
-    Where the engine gives no entropies, the mean negative log-probability of the sampled tokens
-    stands in for their mean: it estimates the same number without bias, from one sample a token.
+    Where the engine gives no entropies, their mean is estimated: from the most probable tokens
+    where the engine was asked for them, else by the mean negative log-probability of the sampled
+    tokens, which is without bias, but has one sample a token.
     """
     count = len(completion.token_ids)
     mean_logprob = sum(completion.logprobs) / count
-    exact = completion.entropies is not None
-    entropies = completion.entropies or []
+    if completion.entropies is not None:
+        mean_entropy, source = sum(completion.entropies) / count, "engine"
+    elif completion.topk_entropy is not None:
+        mean_entropy, source = completion.topk_entropy, "topk"
+    else:
+        mean_entropy, source = -mean_logprob, "logprobs"
     return {
         "rollout_id": f"s{step:05d}/{problem_id}/{sample:02d}",
         "step": step,
@@ -170,8 +175,8 @@ def completion_row(
         "text": text,
         "logprobs": completion.logprobs,
         "entropies": completion.entropies,
-        "mean_entropy": sum(entropies) / count if exact else -mean_logprob,
-        "entropy_source": "engine" if exact else "logprobs",
+        "mean_entropy": mean_entropy,
+        "entropy_source": source,
         "mean_logprob": mean_logprob,
         "tokens": count,
         "token_hash": tables.token_hash(completion.token_ids),
@@ -198,6 +203,17 @@ def ensure_plan(run: RunDir, step: int, recipe: Recipe, log: Log = quiet) -> Pat
     # Tasks of an array that start together write the same plan; the rename keeps it whole.
     tables.write_table("plan", first_plan(run.problems, recipe, log), path)
     return path
+
+
+def training_sampling(recipe: Recipe) -> Sampling:
+    """How training rollouts are sampled."""
+    settings = recipe.rollout
+    return Sampling(
+        settings.temperature,
+        settings.max_new_tokens,
+        entropies=settings.entropies,
+        entropy_top_k=settings.entropy_top_k,
+    )
 
 
 def check_sampling(recipe: Recipe) -> None:
@@ -288,9 +304,7 @@ def _sample_parts(
                 rows.append((number, problem_id, role, sample))
                 waiting[number] += 1
 
-    sampling = Sampling(
-        recipe.rollout.temperature, recipe.rollout.max_new_tokens, recipe.rollout.entropies
-    )
+    sampling = training_sampling(recipe)
     tokens = 0
     done: list[dict[int, dict[str, Any]]] = [{} for _ in parts]
     if engine is None:
