@@ -215,7 +215,8 @@ def measured_activations(
     s: Shapes, tokens: int, *, autocast: bool = True, rank: int = 0, checkpointing: bool = False
 ) -> tuple[float, float]:
     """What torch keeps for the backward pass on the CPU: bytes a token of one layer, and of what
-    is in no layer. Copies of weights are not counted."""
+    is in no layer. Copies of weights are not counted; they are told by their shapes, so the number
+    of tokens must be none of the model's widths."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -1,7 +1,8 @@
 """The rollout stage against bare ``LLM.generate``, and how well entropies are estimated.
 
     python benchmarks/rollout.py speed      # tokens/s, with a random model made on the spot
-    python benchmarks/rollout.py entropy --policy build/demo-model
+    python benchmarks/rollout.py entropy    # error of the estimates; policy build/demo-model
+    python benchmarks/rollout.py policy build/scaled     # only the random model
 
 ``speed`` starts vLLM once. Then, by turns, `rollout` samples all questions into Parquet and
 ``LLM.generate`` samples the same prompts with the same seeds and parameters; its outputs are
@@ -201,6 +202,83 @@ def speed(options: argparse.Namespace) -> None:
             )
 
 
+def entropy(options: argparse.Namespace) -> None:
+    """Errors of the estimates of a response's mean entropy."""
+    import numpy as np
+    import torch
+
+    from exgrpo_cli.engines import Completion, Request, Sampling
+    from exgrpo_cli.engines.vllm import VllmEngine
+    from exgrpo_cli.models import load_model, load_tokenizer
+    from exgrpo_cli.policy.logprobs import score_sequences
+    from exgrpo_cli.problems import import_problems
+    from exgrpo_cli.recipe import load_recipe
+    from exgrpo_cli.stages.rollout import completion_row, encode_prompts
+
+    recipe = load_recipe(
+        None,
+        [f"rollout.max_new_tokens={options.tokens}", "rollout.max_prompt_tokens=128"],
+        {"rollout.engine": "vllm", "model.path": options.policy},
+    )
+    problems = import_problems(Path(options.problems), "auto", "math", None, options.questions)
+    prompts = encode_prompts(problems.frame, load_tokenizer(options.policy, recipe.model), recipe)
+    requests = [
+        Request(i, ids, i)
+        for i, ids in enumerate(ids for ids in prompts.values() for _ in range(options.samples))
+    ]
+    engine = VllmEngine(recipe, options.policy)
+
+    def sample(k: int) -> list[Completion]:
+        sampling = Sampling(options.temperature, options.tokens, entropy_top_k=k)
+        return sorted(engine.generate(requests, sampling), key=lambda c: c.index)
+
+    def means(completions: list[Completion]) -> np.ndarray:
+        rows = [completion_row("p", 0, 0, "fresh", "p", [1], c, "", 0) for c in completions]
+        return np.array([row["mean_entropy"] for row in rows])
+
+    first = sample(0)
+    estimates = {"sampled tokens": means(first)}
+    for k in options.top_k:
+        completions = sample(k)
+        assert [c.token_ids for c in completions] == [c.token_ids for c in first]
+        estimates[f"top {k} and tail"] = means(completions)
+    engine.close()
+    model = load_model(options.policy, recipe.model, torch.device("cpu"), torch.float32)
+    scored = score_sequences(
+        model,
+        [request.prompt_ids for request in requests],
+        [completion.token_ids for completion in first],
+        options.temperature,
+        16384,
+    )
+    exact = np.array([float(entropies.double().mean()) for _, entropies in scored])
+    lengths = [len(completion.token_ids) for completion in first]
+    print(
+        f"{len(first)} responses of {np.mean(lengths):.0f} tokens on average, vocabulary"
+        f" {model.config.vocab_size}; exact mean entropy {exact.mean():.4f} nats, between"
+        f" {exact.min():.4f} and {exact.max():.4f}"
+    )
+    print(
+        f"{'estimate':20}{'mean error':>12}{'abs. error':>12}{'rank corr.':>12}{'lowest of ' + str(options.samples):>14}"
+    )
+    groups = exact.reshape(-1, options.samples).argmin(axis=1)
+    for name, values in estimates.items():
+        error = values - exact
+        chosen = values.reshape(-1, options.samples).argmin(axis=1)
+        print(
+            f"{name:20}{error.mean():12.5f}{np.abs(error).mean():12.5f}"
+            f"{rank_correlation(values, exact):12.4f}{(chosen == groups).mean():14.1%}"
+        )
+
+
+def rank_correlation(a: Any, b: Any) -> float:
+    """Spearman's; ties in any order."""
+    import numpy as np
+
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(ranks)[0, 1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
@@ -211,13 +289,26 @@ def main() -> None:
     one.add_argument("--questions", type=int, default=16)
     one.add_argument("--samples", type=int, default=8)
     one.add_argument("--prompt", type=int, default=128, help="tokens")
-    one.add_argument("--length", type=int, default=128, help="mean tokens of a response")
-    one.add_argument("--vocabulary", type=int, default=8192)
-    one.add_argument("--width", type=int, default=256)
-    one.add_argument("--layers", type=int, default=4)
     one.add_argument("--rounds", type=int, default=3)
     one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     one.set_defaults(run=speed)
+    two = kinds.add_parser("entropy", help="error of the estimated entropies")
+    two.add_argument("--policy", default="build/demo-model", help="a model folder")
+    two.add_argument("--problems", default="data/arithmetic/heldout.jsonl")
+    two.add_argument("--questions", type=int, default=64)
+    two.add_argument("--samples", type=int, default=8)
+    two.add_argument("--tokens", type=int, default=72, help="maximum response length")
+    two.add_argument("--temperature", type=float, default=1.0)
+    two.add_argument("--top-k", type=int, nargs="+", default=[2, 4, 8, 20])
+    two.set_defaults(run=entropy)
+    three = kinds.add_parser("policy", help="write the random model of `speed`")
+    three.add_argument("out", type=Path)
+    for kind in (one, three):
+        kind.add_argument("--length", type=int, default=128, help="mean tokens of a response")
+        kind.add_argument("--vocabulary", type=int, default=8192)
+        kind.add_argument("--width", type=int, default=256)
+        kind.add_argument("--layers", type=int, default=4)
+    three.set_defaults(run=lambda o: make_policy(o.out, o.vocabulary, o.width, o.layers, o.length))
     options = parser.parse_args()
     options.run(options)
 

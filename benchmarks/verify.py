@@ -1,14 +1,16 @@
 """How fast `exgrpo verify` is, against math-verify in a loop over whole responses.
 
-    python benchmarks/verify.py [--data problems.verl.parquet] [--questions 200] [--workers 2]
+    python benchmarks/verify.py [--data problems.verl.parquet] [--questions 1000] [--workers 2]
 
 The rollouts: 8 a question; half of the right ones in the question's usual spelling, the others in
 any of ten; wrong answers of four near misses a question, half of them the same one, as models
-repeat their mistakes; 500 to 4,000 tokens of reasoning with formulas before the answer; 3% are cut
-off. The loop parses each whole response
-and the gold answer and verifies, as trainers do that call math-verify as their reward function.
-`exgrpo verify` runs from file to file, the start of its workers included. Where both differ in a
-verdict, it is shown with the answers that both have read, and why they differ.
+repeat their mistakes: other numbers for a number, else the answer with a sign, a factor or a number
+changed, and one in ten another question's answer; 500 to 4,000 tokens of reasoning with formulas
+before the answer; 3% are cut off. The loop parses each whole response and the gold answer and
+verifies, as trainers do that call math-verify as their reward function. `exgrpo verify` runs from
+file to file, the start of its workers included. Where both differ in a verdict, it is shown with
+the answers that both have read, and why they differ; the exit status is 1 if they differ on the
+same answer.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import logging
 import random
 import re
 import resource
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -67,15 +70,20 @@ def spellings(gold: str) -> list[str]:
 
 
 def near_misses(gold: str, others: list[str], draw: random.Random) -> list[str]:
-    """A question's own wrong answers."""
+    """Four wrong answers of a question."""
     bare = gold.strip().strip("$").strip()
-    number = re.search(r"\d+", bare)
-    found = [draw.choice(others).strip("$"), f"-{bare}", f"2({bare})"]
-    if number:
-        for change in (1, -1, 2, 10):
-            value = str(int(number[0]) + change)
-            found.append(bare[: number.start()] + value + bare[number.end() :])
-    return draw.sample(found, min(4, len(found)))
+    if re.fullmatch(r"-?\d+", bare):
+        n = int(bare)
+        found = [str(v) for v in (n + 1, n - 1, n + 2, 2 * n, 10 * n, n // 2, n + 10, -n) if v != n]
+        found += [f"{n}.5", f"\\frac{{{2 * n + 1}}}{{2}}"]
+    else:
+        found = [bare.removeprefix("-") if bare.startswith("-") else f"-{bare}", f"2{bare}"]
+        for number in re.finditer(r"\d+", bare):
+            for value in (int(number[0]) + 1, abs(int(number[0]) - 1), 2 * int(number[0])):
+                found.append(f"{bare[: number.start()]}{value}{bare[number.end() :]}")
+    found = [answer for answer in dict.fromkeys(found) if answer != bare]
+    found = draw.sample(found, min(4, len(found)))
+    return [draw.choice(others).strip("$") if draw.random() < 0.1 else answer for answer in found]
 
 
 def reasoning(tokens: int, draw: random.Random) -> str:
@@ -142,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path(__file__).parents[2] / "shared" / "data" / "math-benchmarks.verl.parquet"
     parser.add_argument("--data", type=Path, default=default, help="problems as verl has them")
-    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -164,10 +172,12 @@ def main() -> None:
 
     parse("\\boxed{1}")  # imports and compiled patterns
     began, used = time.perf_counter(), processor_seconds()
-    loop, read = [], []
+    loop, read, loop_each = [], [], []
     for row in rows:
         gold, found = parse(f"\\boxed{{{by_id[row['problem_id']]}}}"), parse(row["text"])
+        parsed = time.perf_counter()
         loop.append(bool(verify(gold, found)))
+        loop_each.append(time.perf_counter() - parsed)
         read.append(str(found[0]) if found else None)
     loop_seconds, loop_used = time.perf_counter() - began, processor_seconds() - used
 
@@ -190,7 +200,7 @@ def main() -> None:
         seconds, stage_used = time.perf_counter() - began, processor_seconds() - used
         verdicts = tables.read_table("verdicts", root / "out.parquet").to_dicts()
 
-    classes: Counter[str] = Counter()
+    same_answer, classes = 0, Counter[str]()
     for row, verdict, expected, peer_read in zip(rows, verdicts, loop, read, strict=True):
         if verdict["correct"] == expected:
             continue
@@ -198,29 +208,43 @@ def main() -> None:
         if verdict["status"] in ("timeout", "error"):
             kind = "a limit of time or memory was hit"
         elif extracted is None:
-            kind = "no final answer: the loop takes a formula out of the reasoning"
+            kind = "no final answer, so no_answer; the loop takes a formula out of the reasoning"
         elif verdict["correct"] == bool(
             verify(parse(f"\\boxed{{{gold}}}"), parse(f"\\boxed{{{extracted}}}"))
         ):
             kind = "the loop reads another text than the final answer; on that, both agree"
         else:
             kind = "DIFFERENT on the same answer"
+            same_answer += 1
         classes[kind] += 1
         shown = {"gold": gold, "answer": extracted, "the loop compared": peer_read}
         print(f"  {row['rollout_id']}: exgrpo {verdict['correct']}, loop {expected}; {kind}")
         print(f"    {json.dumps(shown, ensure_ascii=False)}"[:400])
 
     right = sum(verdict["correct"] for verdict in verdicts)
+    each = [verdict["seconds"] for verdict in verdicts if verdict["seconds"] > 0]
     print(f"math-verify in a loop   {len(rows) / loop_seconds:9.1f} rollouts/s")
     print(
         f"exgrpo verify           {len(rows) / seconds:9.1f} rollouts/s, {options.workers} workers"
     )
     print(f"ratio                   {loop_seconds / seconds:9.1f}")
+    print(f"wall seconds            {loop_seconds:9.1f} and {seconds:.1f}")
     print(f"processor seconds       {loop_used:9.1f} and {stage_used:.1f}")
+    print(f"in the loop             {sum(loop_each):9.1f} s in verify, {slowest(loop_each)}")
+    print(f"in exgrpo's workers     {sum(each):9.1f} s for {len(each)} pairs, {slowest(each)}")
     print(f"correct                 {right / len(rows):9.1%}")
-    print(f"different verdicts      {sum(classes.values()):9d}")
+    print(f"different verdicts      {same_answer:9d} on the same answer")
+    print(f"                        {sum(classes.values()) - same_answer:9d} for another reason")
     for kind, count in classes.most_common():
         print(f"  {count:4d}  {kind}")
+    sys.exit(1 if same_answer else 0)
+
+
+def slowest(seconds: list[float]) -> str:
+    """The share of the time that the slowest took."""
+    ordered, total = sorted(seconds, reverse=True), sum(seconds) or 1.0
+    parts = [f"{sum(ordered[:n]) / total:.0%} in the slowest {n}" for n in (10, 50, 200)]
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
 #   make -f recipes/iterate.mk RUN=runs/mine STEPS=20
 #
 # A stage also skips finished work by itself, so a run that was killed goes on with the same line.
+# How many parts a stage has is known only when it runs, so a file under .made stands for them all;
+# it goes when a part is missing.
 RUN ?= runs/mine
 STEPS ?= 1
 EXGRPO ?= exgrpo
@@ -13,9 +15,23 @@ ENGINE ?= auto
 NUMBERS := $(shell seq 0 $$(( $(STEPS) - 1 )))
 step = step-$(shell printf %05d $(1))
 
+# STAGE,FOLDER: remove the marks of steps that have a part missing.
+FORGET = for made in "$(RUN)"/.made/*-$(1); do \
+  [ -e "$$made" ] || continue; \
+  number=$$(basename "$$made" -$(1)); \
+  set -- "$(RUN)/$(2)/$$(printf step-%05d "$$number")"/part-*-of-*.parquet; \
+  count=$$(echo "$$1" | sed -E 's/.*-of-0*([0-9]+)\.parquet$$/\1/'); \
+  [ $$\# = "$$count" ] || rm "$$made"; \
+done
+$(shell $(call FORGET,rollout,rollouts))
+$(shell $(call FORGET,verify,verdicts))
+$(shell $(call FORGET,score,scores))
+
 .PHONY: iterate
 iterate: $(RUN)/policy/$(call step,$(STEPS))
 
+# Curate and train leave files as they are that later steps were made from; touch says that they are
+# up to date all the same.
 define ITERATION
 $(RUN)/.made/$(1)-rollout: $(if $(filter 0,$(1)),,$(RUN)/policy/$(call step,$(1)))
 	$(EXGRPO) rollout $(RUN) --step $(1) --engine $(ENGINE)
@@ -31,9 +47,11 @@ $(RUN)/.made/$(1)-score: $(RUN)/.made/$(1)-rollout
 
 $(RUN)/curated/$(call step,$(1)).parquet: $(RUN)/.made/$(1)-verify $(RUN)/.made/$(1)-score
 	$(EXGRPO) curate $(RUN) --step $(1)
+	@touch $$@
 
 $(RUN)/policy/$(call step,$(shell echo $$(( $(1) + 1 )))): $(RUN)/curated/$(call step,$(1)).parquet
 	$(EXGRPO) train $(RUN) --step $(1)
+	@touch $$@
 endef
 
 $(foreach number,$(NUMBERS),$(eval $(call ITERATION,$(number))))

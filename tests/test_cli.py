@@ -182,6 +182,26 @@ def test_a_policy_without_weights(exgrpo: Exgrpo, tmp_path: Path, policy: Path) 
     assert not (tmp_path / "o").exists()
 
 
+def test_training_a_policy_without_tokenizer_is_refused_at_once(
+    exgrpo: Exgrpo, tmp_path: Path, policy: Path
+) -> None:
+    (policy / "model.safetensors").touch()
+    words = ("--policy", policy, "--rollouts", tmp_path, "--verdicts", tmp_path)
+    line = one_line(exgrpo("train", *words, "--out", tmp_path / "o", code=2))
+    assert f"{policy}: no tokenizer in this policy folder" in line
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("seed = 1\n")
+    for words in (["show", tmp_path], ["status", tmp_path], ["run", tmp_path, "--dry-run"], ["-h"]):
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "exgrpo_cli", *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, check=False)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, b""), words
+
+
 def test_a_plan_for_another_problem_set(exgrpo: Exgrpo, tmp_path: Path, policy: Path) -> None:
     run = tmp_path / "run"
     write_problems(run / "problems.parquet", "a", "b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -83,6 +84,8 @@ def test_dry_run_prints_the_resolved_recipe(exgrpo: Exgrpo, tmp_path: Path) -> N
         ROOT / "recipes/demo.toml", ["train.learning_rate=3e-5"], {"loop.steps": 7}
     )
     assert tomllib.loads(done.stdout) == tomllib.loads(to_toml(expected))
+    done = exgrpo("init", tmp_path / "run", *arguments, "--dry-run", "--json")
+    assert json.loads(done.stdout)["train"]["learning_rate"] == 3e-5
 
 
 def test_version(exgrpo: Exgrpo) -> None:

@@ -56,6 +56,68 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+# Stands in for exgrpo where only make's decisions matter: notes what it is told, makes the files
+# that are missing as the stages do, and leaves others as they are.
+RECORDER = """#!/usr/bin/env bash
+set -euo pipefail
+stage=$1 run=$2 step=$4
+echo "$stage $step" >> "$run/calls"
+declare -A folders=([rollout]=rollouts [verify]=verdicts [score]=scores)
+name=$(printf step-%05d "$step") next=$(printf step-%05d $((step + 1)))
+case $stage in
+  curate) mkdir -p "$run/curated"; [[ -e $run/curated/$name.parquet ]] ||
+    touch "$run/curated/$name.parquet" ;;
+  train) mkdir -p "$run/policy/$next" ;;
+  *) mkdir -p "$run/${folders[$stage]}/$name"
+    for part in 00000 00001 00002; do
+      file=$run/${folders[$stage]}/$name/part-$part-of-00003.parquet
+      [[ -e $file ]] || touch "$file"
+    done ;;
+esac
+"""
+
+
+def test_make_does_only_what_is_missing(tmp_path: Path) -> None:
+    recorder = tmp_path / "exgrpo"
+    recorder.write_text(RECORDER)
+    recorder.chmod(0o755)
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+
+    def make(steps: int) -> list[str]:
+        (run.root / "calls").unlink(missing_ok=True)
+        words = ["-j2", "-f", "recipes/iterate.mk", f"RUN={run.root}", f"STEPS={steps}"]
+        subprocess.run(
+            ["make", *words, f"EXGRPO={recorder}"], cwd=ROOT, check=True, capture_output=True
+        )
+        calls = run.root / "calls"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    def iteration(step: int) -> list[str]:
+        return [f"{stage} {step}" for stage in ("rollout", "score", "verify", "curate", "train")]
+
+    def ordered(calls: list[str]) -> list[str]:  # verify and score run side by side
+        return sorted(
+            calls,
+            key=lambda call: (int(call.split()[1]), iteration(0).index(f"{call.split()[0]} 0")),
+        )
+
+    assert ordered(make(1)) == iteration(0)
+    assert make(1) == []
+    assert ordered(make(3)) == iteration(1) + iteration(2)
+    assert make(3) == []
+    part = run.scores(2) / "part-00001-of-00003.parquet"
+    part.unlink()  # the verdicts and rollouts are whole, and are left alone
+    assert make(3) == ["score 2", "curate 2", "train 2"]
+    assert part.exists()
+    assert make(3) == []
+    part = run.rollouts(2) / "part-00002-of-00003.parquet"
+    part.unlink()
+    assert ordered(make(3)) == iteration(2)
+    assert part.exists()
+    assert make(3) == []
+
+
 def test_make_then_slurm(
     exgrpo: Exgrpo, demo_model: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

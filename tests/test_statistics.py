@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from exgrpo_cli.statistics import (
+    average_of_sources,
     avg_at_k,
     bootstrap_interval,
     format_table,
@@ -132,6 +133,38 @@ def test_summarise_by_source_and_overall() -> None:
     assert overall["pass@1"] == pytest.approx((1 / 4 + 0 + 1) / 3)
     assert overall["low"] < overall["pass@1"] < overall["high"]
     assert overall["pass@4_low"] <= overall["pass@4"] <= overall["pass@4_high"]
+
+
+def test_sources_with_other_numbers_of_samples() -> None:
+    frame = _samples({"a": ("aime", "1000"), "b": ("aime", "0000"), "c": ("math", "1")})
+    (aime, math), overall = summarise(frame, [1, 2, 4], 200, seed=0)
+    assert aime["pass@4"] == pytest.approx(1 / 2)
+    assert "pass@2" not in math
+    assert "pass@2" not in overall
+    assert overall["pass@1"] == pytest.approx((1 / 4 + 0 + 1) / 3)
+    average = average_of_sources(frame, 200, seed=0)
+    assert average is not None
+    assert average["pass@1"] == pytest.approx((1 / 8 + 1) / 2)
+    assert average_of_sources(frame.filter(pl.col("source") == "aime"), 200, seed=0) is None
+
+
+def test_the_interval_of_the_average_is_that_of_its_standard_error() -> None:
+    rng = np.random.default_rng(0)
+    marks = {
+        f"{source}{i}": (source, "".join(map(str, rng.integers(0, 2, size=4))))
+        for source, count in (("large", 900), ("small", 100))
+        for i in range(count)
+    }
+    frame = _samples(marks)
+    average = average_of_sources(frame, 4000, seed=1)
+    assert average is not None
+    shares = {
+        s: np.array([m.count("1") / 4 for t, m in marks.values() if t == s])
+        for s in ("large", "small")
+    }
+    error = np.sqrt(sum(v.var() / v.size for v in shares.values())) / 2
+    assert average["high"] - average["low"] == pytest.approx(2 * 1.96 * error, rel=0.06)
+    assert average_of_sources(frame.sample(fraction=1.0, shuffle=True, seed=2), 4000, 1) == average
 
 
 def test_summarise_does_not_depend_on_row_order() -> None:

@@ -8,11 +8,13 @@
 #
 # Options for sbatch (partition, account, time) come from the environment:
 #   GPU_OPTIONS="--partition=gpu --gres=gpu:1" CPU_OPTIONS="--partition=cpu"
+#   TRAIN_OPTIONS="--partition=gpu --nodes=2 --gres=gpu:8"     (default: GPU_OPTIONS)
 set -euo pipefail
 run=$1 first=$2 steps=$3 tasks=${4:-8}
 script=$(dirname "$0")/stage.sbatch
 read -ra gpu <<<"${GPU_OPTIONS:-}"
 read -ra cpu <<<"${CPU_OPTIONS:-}"
+read -ra trainer <<<"${TRAIN_OPTIONS:-${GPU_OPTIONS:-}}"
 
 submit() { # STAGE STEP TASKS DEPENDENCY OPTIONS... -> job id
   local stage=$1 step=$2 count=$3 after=$4
@@ -27,6 +29,6 @@ for ((step = first; step < first + steps; step++)); do
   verify=$(submit verify "$step" "$tasks" "$rollout" "${cpu[@]}")
   score=$(submit score "$step" "$tasks" "$rollout" "${gpu[@]}")
   curate=$(submit curate "$step" "" "$verify:$score" "${cpu[@]}")
-  after=$(submit train "$step" "" "$curate" "${gpu[@]}")
+  after=$(submit train "$step" "" "$curate" "${trainer[@]}")
   echo "step $step: rollout $rollout, verify $verify, score $score, curate $curate, train $after"
 done

@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point; ``--debug`` may stand anywhere."""
     from rich.console import Console
 
-    Console.on_broken_pipe = _reader_is_gone  # type: ignore[method-assign]  # its own exits with 1
+    # rich's own exits with 1
+    Console.on_broken_pipe = _reader_is_gone  # type: ignore[method-assign, assignment]
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--debug" in arguments:
         arguments = [a for a in arguments if a != "--debug"]
@@ -589,6 +590,7 @@ def train(
         if is_first_process():
             _result(result, as_json)
         return
+    from exgrpo_cli.models import check_policy, check_tokenizer
     from exgrpo_cli.stages.train import train as stage
 
     _need(run, policy=policy, rollouts=rollouts, verdicts=verdicts, out=out)
@@ -596,6 +598,8 @@ def train(
     assert rollouts is not None
     assert verdicts is not None
     assert out is not None
+    check_policy(policy)
+    check_tokenizer(policy)
     result = stage(
         rollouts=rollouts,
         verdicts=verdicts,
@@ -664,6 +668,9 @@ def run(
         str | None,
         typer.Option("--track", help="Also send metrics to trackio, wandb or tensorboard."),
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Say where each iteration's time went.")
+    ] = False,
     recipe: RecipeOption = None,
     sets: SetOption = None,
     dry_run: DryRunOption = False,
@@ -697,7 +704,7 @@ def run(
     run.mkdir(parents=True, exist_ok=True)
     try:
         with place.locked():
-            result = run_loop(place, settings, log=to_stderr)
+            result = run_loop(place, settings, profile=profile, log=to_stderr)
     finally:
         if fresh:
             _remove_if_unused(run)
@@ -707,6 +714,10 @@ def run(
     curve = learning_curve(place.read_metrics())
     if curve:
         print(curve)
+    if profile:
+        from exgrpo_cli.profiling import profile_table
+
+        print(profile_table(place.read_metrics()))
     _result(result, as_json)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir, step_name
 from exgrpo_cli.tracking import open_tracker
 
 
-def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
+def run_loop(
+    run: RunDir, recipe: Recipe, *, profile: bool = False, log: Log = quiet
+) -> dict[str, Any]:
     """Train for ``loop.steps`` iterations of rollout, verify, score, curate and train.
 
     The files are the same as those of the stages called one by one, and only what is missing is
@@ -29,6 +32,7 @@ def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]
     Args:
         run: the run directory; made when it is not there.
         recipe: all settings.
+        profile: record where each iteration's time went, as metrics ``profile/...``.
         log: gets a line a step.
 
     Returns:
@@ -58,7 +62,7 @@ def run_loop(run: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]
                 train_step(run, step, recipe)  # is done; but were its metrics recorded?
                 evaluate_step(run, step + 1, recipe, engine.at, log)
                 continue
-            finished = _iterate(run, step, recipe, engine, log)
+            finished = _iterate(run, step, recipe, engine, log, profile=profile)
             if finished:
                 log(f"step {step}: every question is retired; nothing is left to learn from")
                 break
@@ -265,6 +269,7 @@ def evaluate_set(
         out=run.evaluation(step, name),
         recipe=recipe,
         samples=recipe.evaluate.samples,
+        samples_by_source=recipe.evaluate.samples_by_source,
         temperature=recipe.evaluate.temperature,
         max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
         engine=lambda: engine_at(policy),
@@ -304,7 +309,15 @@ def evaluate_sets(
             )
     finally:
         engine.close()
+    _say_absent_sources(recipe, summaries.values(), log)
     return summaries
+
+
+def _say_absent_sources(recipe: Recipe, summaries: Iterable[dict[str, Any]], log: Log) -> None:
+    """Name the sources that ``evaluate.samples_by_source`` counts on and no set has."""
+    found = {row["source"] for summary in summaries for row in summary["rows"]}
+    for name in sorted(recipe.evaluate.samples_by_source.keys() - found):
+        log(f"evaluate.samples_by_source: no problem is of source {name}, only {sorted(found)}")
 
 
 def evaluate_loose(
@@ -320,27 +333,37 @@ def evaluate_loose(
     problems = out / "problems.parquet"
     # evaluate refuses a folder that holds another evaluation
     import_into(problems, source, recipe, None, log, held_out=True)
-    return evaluate(
+    summary = evaluate(
         policy=policy,
         policy_name=policy,
         problems=problems,
         out=out,
         recipe=recipe,
         samples=recipe.evaluate.samples,
+        samples_by_source=recipe.evaluate.samples_by_source,
         temperature=recipe.evaluate.temperature,
         max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
         force=force,
         log=log,
     )
+    _say_absent_sources(recipe, [summary], log)
+    return summary
 
 
-def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: Log) -> bool:
+def _iterate(
+    run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: Log, *, profile: bool
+) -> bool:
     """One iteration; True when every question is retired."""
+    from exgrpo_cli.profiling import compute_seconds, profile_metrics
     from exgrpo_cli.stages.curate import curate
     from exgrpo_cli.stages.rollout import ensure_plan, rollout
     from exgrpo_cli.stages.score import score
     from exgrpo_cli.stages.verify import verify
+    from exgrpo_cli.verifiers.pool import default_workers
 
+    started = time.monotonic()
+    wall: dict[str, float] = {}
+    compute: dict[str, float] = {}
     policy, name = run.policy_path(step, recipe.model.path), step_name(step)
     plan = ensure_plan(run, step, recipe, log)
     if tables.read_table("plan", plan, ["step"]).is_empty():
@@ -351,7 +374,11 @@ def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: L
         result = call()
         # A stage that found its files done keeps the time it took when it made them.
         if not result.get("skipped") and result.get("parts_done", 1):
-            run.record(step, f"time-{stage}", {f"time/{stage}": time.monotonic() - began})
+            wall[stage] = time.monotonic() - began
+            run.record(step, f"time-{stage}", {f"time/{stage}": wall[stage]})
+            if profile:
+                workers = recipe.verify.workers or default_workers()
+                compute[stage] = compute_seconds(stage, result, run.verdicts(step), workers)
         return result
 
     timed(
@@ -402,6 +429,9 @@ def _iterate(run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: L
         if trained.get("train/skipped_updates") or "warning: " in line:
             log(line)
     log(_line(step, chosen | trained))
+    if profile and compute:
+        iteration = time.monotonic() - started
+        run.record(step, "profile", profile_metrics(wall, compute, iteration))
     return False
 
 
@@ -424,16 +454,20 @@ def train_step(
     Raises:
         InputError: see :func:`exgrpo_cli.stages.train.train`.
     """
+    from exgrpo_cli.models import check_tokenizer
     from exgrpo_cli.stages.curate import replay_on
     from exgrpo_cli.stages.train import train
 
     scores = run.scores(step)
+    source = policy or run.policy_path(step, recipe.model.path)
+    if not (out_policy or run.policy(step + 1)).exists():
+        check_tokenizer(source)  # or only the next rollout would miss it
     result = train(
         rollouts=run.rollouts(step),
         verdicts=run.verdicts(step),
         scores=scores if scores.is_dir() else None,
         curated=run.curated(step),
-        policy=policy or run.policy_path(step, recipe.model.path),
+        policy=source,
         trainer=trainer or (run.trainer(step) if step > 0 else None),
         out_policy=out_policy or run.policy(step + 1),
         out_trainer=out_trainer or run.trainer(step + 1),
@@ -583,6 +617,15 @@ def _line(step: int, metrics: dict[str, Any]) -> str:
     return f"step {step}: " + ", ".join(shown)
 
 
+def _return_memory() -> None:
+    """Give the GPU memory back that torch holds after scoring and training; vLLM needs it."""
+    import torch
+
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 class _WarmEngine:
     """One engine for the whole loop: opened when first needed, then given each new policy."""
 
@@ -594,6 +637,8 @@ class _WarmEngine:
 
     def at(self, policy: str) -> Engine:
         """The engine, with this policy loaded."""
+        if self._engine is None or policy != self._policy:
+            _return_memory()
         if self._engine is None:
             self._log(f"opening {policy} in {resolve_engine(self._recipe.rollout.engine)}")
             self._engine = open_engine(self._recipe, policy)
@@ -603,7 +648,10 @@ class _WarmEngine:
         return self._engine
 
     def make_room(self) -> None:
-        """Before training on a GPU that vLLM has filled, end the engine; otherwise keep it."""
+        """Before training on a GPU that vLLM has filled, let it sleep, or end it where it cannot.
+
+        It stays awake where ``rollout.gpu_memory_utilization`` leaves training half of the GPU.
+        """
         import torch
 
         if (
@@ -612,7 +660,10 @@ class _WarmEngine:
             and torch.cuda.is_available()
             and self._recipe.rollout.gpu_memory_utilization > 0.5
         ):
-            self.close()
+            if self._engine.sleep():
+                self._policy = ""  # none is loaded
+            else:
+                self.close()
 
     def close(self) -> None:
         """End the engine; it is opened again when it is next needed."""

@@ -65,6 +65,23 @@ def check_policy(path: str) -> None:
         raise InputError(f"{path}: no weights (*.safetensors) in this policy folder")
 
 
+def check_tokenizer(path: str) -> str:
+    """Refuse a policy folder without tokenizer, by the names of its files alone.
+
+    Returns:
+        The folder or hub name whose tokenizer it is: an adapter's own, or its base model's.
+
+    Raises:
+        InputError: no tokenizer in the folder.
+    """
+    has_own = not is_adapter(path) or (Path(path) / "tokenizer_config.json").is_file()
+    source = path if has_own else adapter_base(path)
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(f"{source}: no tokenizer in this policy folder (tokenizer.json and so on)")
+    return source
+
+
 def resolve_device(name: str) -> torch.device:
     """``auto`` to cuda, else mps, else cpu; other names as torch knows them.
 
@@ -134,11 +151,7 @@ def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBas
 
     check_policy(path)
     quiet_transformers()
-    has_own = not is_adapter(path) or (Path(path) / "tokenizer_config.json").is_file()
-    source = path if has_own else adapter_base(path)
-    folder = Path(source)
-    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise InputError(f"{source}: no tokenizer in this policy folder (tokenizer.json and so on)")
+    source = check_tokenizer(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             source, trust_remote_code=settings.trust_remote_code

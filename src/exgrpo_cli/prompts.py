@@ -26,12 +26,16 @@ def render_prompt(
     Args:
         prompt: messages with ``role`` and ``content``.
         tokenizer: the policy's.
-        settings: template, plain_template and system.
+        settings: template, plain_template, system and replace_system.
 
     Raises:
         InputError: no user message, or the template refuses the chat.
     """
-    messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+    messages = [
+        {"role": m["role"], "content": m["content"]}
+        for m in prompt
+        if not (settings.replace_system and m["role"] == "system")
+    ]
     if settings.system and not any(m["role"] == "system" for m in messages):
         messages.insert(0, {"role": "system", "content": settings.system})
     if settings.template == "auto" and tokenizer.chat_template:

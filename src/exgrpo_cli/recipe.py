@@ -48,6 +48,9 @@ class ModelSettings(Section):
         "{prompt}", description="prompt of a model without chat template; {prompt} is the question"
     )
     system: str = Field("", description="system message put before each prompt that has none")
+    replace_system: bool = Field(
+        False, description="system messages that prompts have are left out, and system put instead"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="weights for sampling, and of a frozen LoRA base; auto: bfloat16 on a GPU",
@@ -141,7 +144,12 @@ class CurateSettings(Section):
     """Which experience is kept, and what the next step learns from."""
 
     questions: int = Field(128, ge=1, description="B, questions a step")
-    replay_ratio: float = Field(0.5, ge=0.0, le=1.0, description="rho, share of replay questions")
+    replay_ratio: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="rho, share of replay questions; 0: plain GRPO, nothing stored or retired",
+    )
     start_success: float = Field(
         0.35, ge=0.0, le=1.0, description="replay starts once a step's success rate exceeds this"
     )
@@ -266,6 +274,9 @@ class EvaluateSettings(Section):
 
     problems: dict[SetName, str] = Field({}, description="name = file, evaluated in the loop")
     samples: int = Field(4, ge=1, description="samples a question")
+    samples_by_source: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        {}, description="samples a question of these sources, such as {aime = 32}"
+    )
     temperature: float = Field(0.6, ge=0, description="0 is greedy")
     max_new_tokens: int | None = Field(None, ge=1, description="default rollout.max_new_tokens")
     every: int = Field(10, ge=0, description="steps between evaluations in the loop; 0: never")

@@ -446,12 +446,13 @@ def _evaluation_tables(run: RunDir, metrics: Metrics) -> str:
     found = read_evaluations(run)
     if not found:
         return _evaluations_from_metrics(metrics)
-    ks = sorted({k for _, summary in found for k in pass_ks(summary["overall"])})
+    rows = [row for _, summary in found for row in (summary["overall"], *summary["rows"])]
+    ks = sorted({k for row in rows for k in pass_ks(row)})
     head = ["pass@1 [95% interval]", *(f"pass@{k}" for k in ks if k > 1)]
     head += ["truncated", "tokens", "problems", "samples"]
 
     def line(label: str, summary: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-        count = [str(row["problems"]), str(summary["samples"])]
+        count = [str(row["problems"]), f"{row['samples'] / row['problems']:.3g}"]
         return [label, f"step {summary['step']}", *_accuracy_cells(row, ks), *count]
 
     tables = html_table(

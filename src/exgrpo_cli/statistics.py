@@ -82,14 +82,19 @@ def bootstrap_interval(
     data = np.asarray(values, dtype=np.float64).ravel()
     if data.size == 0 or not np.all(np.isfinite(data)):
         raise ValueError("a bootstrap interval needs at least one value, all finite")
+    means = _resampled_means(data, resamples, np.random.default_rng(seed))
+    tail = (1.0 - level) / 2.0
+    low, high = np.quantile(means, [tail, 1.0 - tail])
+    # The mean itself can leave the quantiles by rounding only when all values are equal.
+    return float(min(low, data.mean())), float(max(high, data.mean()))
+
+
+def _resampled_means(data: Floats, resamples: int, rng: np.random.Generator) -> Floats:
     # Resampling with replacement draws multinomial counts of the distinct values, and accuracies
     # have few of them: k of n. So thousands of problems cost no more than a handful.
     distinct, counts = np.unique(data, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(data.size, counts / data.size, size=resamples)
-    tail = (1.0 - level) / 2.0
-    low, high = np.quantile(drawn @ distinct / data.size, [tail, 1.0 - tail])
-    # The mean itself can leave the quantiles by rounding only when all values are equal.
-    return float(min(low, data.mean())), float(max(high, data.mean()))
+    drawn = rng.multinomial(data.size, counts / data.size, size=resamples)
+    return np.asarray(drawn @ distinct / data.size)
 
 
 def powers_of_two(samples: int) -> list[int]:
@@ -105,7 +110,7 @@ def summarise(
     Args:
         frame: a row a sample: ``problem_id``, ``source``, ``correct`` (bool), ``finish_reason``
             and ``tokens`` (response length).
-        ks: the k of pass@k; no problem may have fewer samples than the largest.
+        ks: the k of pass@k; one above the fewest samples of a row's problems is left out there.
         bootstrap: resamples of the 95% intervals.
         seed: of the resampling.
 
@@ -117,7 +122,7 @@ def summarise(
         off) and ``tokens`` (mean length).
 
     Raises:
-        ValueError: no rows, or a k above a problem's samples.
+        ValueError: no rows.
     """
     import polars as pl
 
@@ -134,7 +139,7 @@ def summarise(
         n, c = part["n"].to_numpy(), part["c"].to_numpy()
         samples = int(n.sum())
         found: dict[str, Any] = {"source": source, "problems": part.height, "samples": samples}
-        for k in ks:
+        for k in (k for k in ks if k <= n.min()):
             values = pass_at_k(n, c, k)
             low, high = bootstrap_interval(values, bootstrap, seed)
             bounds = ("low", "high") if k == 1 else (f"pass@{k}_low", f"pass@{k}_high")
@@ -146,6 +151,34 @@ def summarise(
     sources = sorted(problems["source"].unique().to_list())
     rows = [row(source, problems.filter(pl.col("source") == source)) for source in sources]
     return rows, row("overall", problems)
+
+
+def average_of_sources(frame: pl.DataFrame, bootstrap: int, seed: int) -> dict[str, float] | None:
+    """Mean pass@1 over the sources, each weighing the same: how benchmarks are averaged in papers.
+
+    Args:
+        frame: as for :func:`summarise`.
+        bootstrap: resamples of the 95% interval; problems are resampled within their source.
+        seed: of the resampling.
+
+    Returns:
+        ``pass@1``, ``low`` and ``high``; None where there is one source.
+    """
+    import polars as pl
+
+    problems = (
+        frame.group_by("source", "problem_id")
+        .agg(value=pl.col("correct").cast(pl.Float64).mean())
+        .sort("source", "problem_id")
+    )
+    sources = [part["value"].to_numpy() for part in problems.partition_by("source")]
+    if len(sources) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    means = np.mean([_resampled_means(values, bootstrap, rng) for values in sources], axis=0)
+    average = float(np.mean([values.mean() for values in sources]))
+    low, high = (float(q) for q in np.quantile(means, [0.025, 0.975]))
+    return {"pass@1": average, "low": min(low, average), "high": max(high, average)}
 
 
 def pass_ks(row: Mapping[str, Any]) -> list[int]:
@@ -161,7 +194,8 @@ def interval_of(row: Mapping[str, Any], k: int) -> tuple[float, float]:
 
 
 def format_table(summary: Mapping[str, Any]) -> Table:
-    """An evaluation's summary as a rich table: a line a source, and one over all where several.
+    """An evaluation's summary as a rich table: a line a source, and where there are several, one
+    over all problems and one with the average of the sources.
 
     Args:
         summary: what ``evaluate`` returns, or its ``summary.json``.
@@ -169,9 +203,12 @@ def format_table(summary: Mapping[str, Any]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    ks = pass_ks(summary["overall"])
+    rows = list(summary["rows"])
+    ks = sorted({k for row in [*rows, summary["overall"]] for k in pass_ks(row)})
     temperature = summary["temperature"]
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    more = summary.get("samples_by_source") or {}
+    how = "".join(f"{count} of {source}, " for source, count in more.items()) + how
     left_out = summary.get("left_out", 0)
     table = Table(
         title=escape(f"{summary['policy']}: {summary['samples']} samples a problem, {how}"),
@@ -186,15 +223,20 @@ def format_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("source", overflow="fold", min_width=10)
     for name in ("problems", *(f"pass@{k}" for k in ks), "cut off", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = list(summary["rows"])
     for row in rows if len(rows) == 1 else [*rows, summary["overall"]]:
-        low, high = interval_of(row, 1)
         table.add_row(
             escape(row["source"]),
             str(row["problems"]),
-            f"{row['pass@1']:.1%} [{low:.1%}, {high:.1%}]",
-            *(f"{row[f'pass@{k}']:.1%}" for k in ks[1:]),
+            _with_interval(row),
+            *(f"{row[f'pass@{k}']:.1%}" if f"pass@{k}" in row else "" for k in ks[1:]),
             f"{row['truncated']:.1%}",
             f"{row['tokens']:.0f}",
         )
+    if summary.get("average"):
+        table.add_row("average of sources", "", _with_interval(summary["average"]))
     return table
+
+
+def _with_interval(row: Mapping[str, Any]) -> str:
+    low, high = interval_of(row, 1)
+    return f"{row['pass@1']:.1%} [{low:.1%}, {high:.1%}]"

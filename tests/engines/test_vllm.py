@@ -255,6 +255,32 @@ def test_adapters_are_put_on_the_running_model_one_after_another(
     check_against_forward(folders["adapter"], rows, asked)
 
 
+def test_sleep_is_for_gpus(engine: Engine, folders: dict[str, Path]) -> None:
+    if not torch.cuda.is_available():
+        assert not engine.sleep()
+    engine.load(str(folders["first"]))
+    rows = by_index(engine.generate(requests(4), Sampling(1.0, NEW)))
+    check_against_forward(folders["first"], rows, requests(4))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_load_wakes_a_sleeping_engine(
+    engine: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """On a CPU vLLM keeps the memory, but goes through the same states."""
+    monkeypatch.setattr(engine, "_can_sleep", True)
+    monkeypatch.setattr(engine, "_lora_rank", engine._lora_rank if level == 1 else 0)
+    asked = requests(6)
+    for name in ("second", "first", "first"):
+        assert engine.sleep()
+        assert engine.sleep()  # is asleep already
+        assert engine.llm.llm_engine.is_sleeping()
+        engine.load(str(folders[name]))
+        assert not engine.llm.llm_engine.is_sleeping()
+        rows = by_index(engine.generate(asked, Sampling(1.0, NEW)))
+        check_against_forward(folders[name], rows, asked)
+
+
 def test_rows_that_are_not_waited_for_do_not_come_up_later(
     engine: Engine, folders: dict[str, Path]
 ) -> None:
@@ -357,7 +383,7 @@ def test_what_a_server_cannot_do_is_said(
         remote.load(str(folders["second"]))
     with pytest.raises(InputError, match="logprobs-mode processed_logprobs"):
         list(remote.generate(requests(3), Sampling(0.6, NEW)))
-    with pytest.raises(InputError, match="takes 44 tokens .* the recipe asks for 120"):
+    with pytest.raises(InputError, match=r"takes 44 tokens .* the recipe asks for 120"):
         open_engine(server_recipe(server, max_new_tokens=100), str(folders["first"]))
     with pytest.raises(InputError, match=r"status 400: .*out of vocabulary"):
         list(remote.generate([Request(0, [5000], 1)], Sampling(1.0, NEW)))
@@ -367,7 +393,7 @@ def test_what_a_server_cannot_do_is_said(
         open_engine(server_recipe("http://127.0.0.1:9"), str(folders["first"]))
     monkeypatch.setattr("exgrpo_cli.engines.server._WAITS", (0.0, 0.01))
     remote._url = "http://127.0.0.1:9"  # type: ignore[attr-defined]
-    with pytest.raises(StageError, match="no answer .*the same command goes on"):
+    with pytest.raises(StageError, match=r"no answer .*the same command goes on"):
         list(remote.generate(requests(3), Sampling(1.0, NEW)))
 
 

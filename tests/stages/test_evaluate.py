@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from exgrpo_cli import tables
+from exgrpo_cli import cli, tables
 from exgrpo_cli.engines import open_engine
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
@@ -134,7 +134,10 @@ def test_files_and_summary(run: Callable[..., dict[str, Any]], tmp_path: Path) -
     ]
     assert {"pass@1", "pass@2", "pass@4", "pass@4_low"} <= overall.keys()
     assert json.loads((out / "summary.json").read_text()) == summary
-    assert format_table(summary).row_count == 3
+    assert format_table(summary).row_count == 4  # two sources, all problems, the sources' average
+    assert summary["average"]["pass@1"] == pytest.approx(
+        sum(row["pass@1"] for row in summary["rows"]) / 2
+    )
 
 
 def _answer(out: Path) -> str:
@@ -237,6 +240,61 @@ def test_an_interrupted_evaluation_may_start_anew_with_other_settings(
     run()
     (tmp_path / "out" / "rollouts.parquet").unlink()
     assert run(samples=2, temperature=0.7)["overall"]["samples"] == 6
+
+
+def test_verl_benchmarks_at_the_papers_standard(
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """avg@k where a source asks for it, pass@1 elsewhere; rows repeated for avg@k count once."""
+    questions = [("aime", "7+5"), ("aime", "2*4"), *(("math", f"{i}-1") for i in (3, 4, 5))]
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [
+                {"role": "system", "content": "+*" * 40},
+                {"role": "user", "content": f"{text}="},
+            ],
+            "ability": "math",
+            "reward_model": {"ground_truth": "1", "style": "rule"},
+            "extra_info": {"index": i, "split": "test"},
+        }
+        for i, (source, text) in enumerate(q for q in questions for _ in range(2))
+    ]
+    pl.DataFrame(rows).write_parquet(tmp_path / "valid.parquet")
+    words = [
+        "evaluate", "--policy", policy, "--problems", tmp_path / "valid.parquet",
+        "--out", tmp_path / "out", "--engine", "transformers", "--samples", 1,
+        "--set", "evaluate.samples_by_source={aime = 4, amc = 4}", "--max-new-tokens", 4,
+        "--set", "model.template=plain", "--set", "model.replace_system=true",
+        "--set", "rollout.max_prompt_tokens=16", "--set", "verify.workers=1",
+        "--set", "evaluate.bootstrap=200",
+    ]  # fmt: skip
+
+    def call(*more: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*map(str, words), *more])
+        assert not ended.value.code
+        done = capsys.readouterr()
+        return done.out, done.err
+
+    out, err = call("--json")
+    assert "no problem is of source amc, only ['aime', 'math']" in err
+    summary = json.loads(out)["valid"]
+    assert summary["temperature"] == 0.6
+    assert [(r["source"], r["problems"], r["samples"]) for r in summary["rows"]] == [
+        ("aime", 2, 8),
+        ("math", 3, 3),
+    ]
+    assert "pass@4" in summary["rows"][0]
+    assert "pass@4" not in summary["rows"][1]
+    table, err = call()
+    assert "not sampled again" in err
+    assert "1 samples a problem, 4 of aime, temperature 0.6" in " ".join(table.split())
+    assert "average of sources" in table
+    words[words.index("evaluate.samples_by_source={aime = 4, amc = 4}")] = "seed=0"
+    with pytest.raises(SystemExit):
+        cli.main([*map(str, words)])
+    assert "samples_by_source was {'aime': 4}, is now None" in capsys.readouterr().err
 
 
 def test_bad_input(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -219,9 +219,14 @@ def test_other_kinds_of_adapter_are_refused(base, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_an_adapter_on_a_shared_weight_is_not_merged_wrongly(base, tmp_path):
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_adapter_on_a_shared_weight_is_not_merged_wrongly(base, tmp_path, whole):
     """On tied embeddings the head's change would reach the input embeddings too."""
     adapted = adapt(base, tmp_path / "adapter", target_modules=["lm_head"])
+    if whole:  # as peft saves it by itself, with the head's own weights
+        PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), adapted
+        ).save_pretrained(adapted, save_embedding_layers=True)
     want = logits(adapted)
     with contextlib.suppress(StageError):
         merge(adapted, tmp_path / "merged")

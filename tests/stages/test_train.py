@@ -195,8 +195,139 @@ def test_sampler_mismatch_is_measured(tmp_path, model_folder):
     assert at["train/sampling_logp_difference_max"] < 1e-5
     assert away["train/sampling_logp_difference_mean"] == pytest.approx(0.08, abs=0.03)
     assert away["train/sampling_logp_difference_max"] > 0.15
+    assert at["train/sampling_ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert at["train/sampling_ratio_std"] < 1e-3
+    assert away["train/sampling_ratio_std"] == pytest.approx(0.1, abs=0.04)
+    assert away["train/sampling_ratio_max"] > 1.15
     # The engine's own numbers are a metric only: the step is the same.
     assert same(weights(exact["out_policy"]), weights(off["out_policy"]))
+
+
+def test_truncated_importance_correction_weighs_fresh_tokens(tmp_path, model_folder):
+    files = make_step(tmp_path, tiny(), noise=0.4)
+    rows = {r["rollout_id"]: r for r in tables.read_table("rollouts", files["rollouts"]).to_dicts()}
+    scores = tables.read_table("scores", files["scores"] / tables.part_name(0, 1)).to_dicts()
+    exact = {row["rollout_id"]: row["logprobs"] for row in scores}
+    given = recipe(objective={"sampler_cap": 1.2}, train={"max_grad_norm": 1e9})
+    metrics = run(files, model_folder, given)
+    reward = dict(
+        tables.read_table("verdicts", files["verdicts"]).select("rollout_id", "reward").iter_rows()
+    )
+    # At the first update every ratio is 1, so a token's loss is minus its advantage and its weight.
+    total, count, capped, tokens = 0.0, 0, 0, 0
+    for group in stage._read_groups(
+        files["rollouts"], files["verdicts"], files["scores"], files["curated"], 0, given
+    ):
+        rewards = [1.0 if row.replayed else reward[row.rollout_id] for row in group]
+        mean = sum(rewards) / len(rewards)
+        for row, r in zip(group, rewards, strict=True):
+            count += 1
+            if row.replayed:
+                logprobs = tiny()(torch.tensor([row.prompt_ids + row.token_ids])).logits[0]
+                logprobs = logprobs.log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+                logprobs = logprobs.gather(-1, torch.tensor(row.token_ids)[:, None])[:, 0]
+                ratio = (logprobs - row.old).exp()
+                total -= (r - mean) * (ratio / (ratio + 0.1)).sum().item() / LONGEST
+                continue
+            engine = torch.tensor(rows[row.rollout_id]["logprobs"])
+            weight = (torch.tensor(exact[row.rollout_id]) - engine).exp().clamp(max=1.2)
+            total -= (r - mean) * float(weight.sum()) / LONGEST
+            if r != mean or any(r != rewards[0] for r in rewards):
+                capped += int((weight == 1.2).sum())
+                tokens += len(weight)
+    assert metrics["train/loss"] == pytest.approx(total / count, rel=1e-4)
+    assert metrics["train/sampling_capped_share"] == pytest.approx(capped / tokens)
+    assert 0 < capped < tokens
+
+
+def test_what_the_batch_was_like_is_in_the_metrics(tmp_path, model_folder):
+    import polars as pl
+
+    files = make_step(tmp_path, tiny(), step=3)
+    part = files["rollouts"] / tables.part_name(0, 2)
+    cut = tables.read_table("rollouts", part).with_columns(finish_reason=pl.lit("length"))
+    tables.write_table("rollouts", cut, part)
+    metrics = run(files, model_folder, trainer=None, recipe=recipe(), step=3)
+    rows = tables.read_table("rollouts", files["rollouts"])
+    rows = rows.join(tables.read_table("verdicts", files["verdicts"]), on="rollout_id")
+    fresh, again = (rows.filter(role=role)["reward"].mean() for role in ("fresh", "replay"))
+    assert metrics["train/reward_fresh"] == pytest.approx(fresh)
+    assert metrics["train/reward_replay"] == pytest.approx(again)
+    hard = rows.filter(role="replay", problem_id="q0")["reward"].mean()
+    assert metrics["train/reward_replay_hard"] == pytest.approx(hard)
+    assert metrics["train/replay_age_mean"] == metrics["train/replay_age_max"] == 3
+    assert metrics["train/truncated_share"] == pytest.approx(cut.height / rows.height)
+
+
+# --- early warnings ---------------------------------------------------------------------------
+
+
+HEALTHY = {
+    "train/entropy": 0.5, "train/ratio_max": 1.3, "train/groups": 10,
+    "train/zero_advantage_groups": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "flag", "words"),
+    [
+        ({}, "", ""),
+        ({"train/entropy": 0.19}, "entropy", "entropy is 19% of the first step's"),
+        ({"train/ratio_max": 11.0}, "ratio", "rose 11 times"),
+        ({"train/zero_advantage_groups": 10}, "groups", "100% of the groups have equal rewards"),
+        ({"train/entropy": None, "train/ratio_max": None}, "", ""),
+    ],
+)
+def test_early_warnings(change, flag, words):
+    lines: list[str] = []
+    found = stage.warnings_of(HEALTHY | change, 1.0, lines.append)
+    flags = {name: value for name, value in found.items() if "warning" in name}
+    assert len(flags) == 3
+    assert {n.removeprefix("train/warning_") for n, v in flags.items() if v} == ({flag} - {""})
+    assert len(lines) == bool(flag)
+    assert all(line.startswith("warning: ") and words in line for line in lines)
+
+
+def test_entropy_is_compared_with_the_first_step_across_steps(tmp_path, model_folder):
+    files = three_steps(tmp_path, model_folder, recipe())
+    entropies, shares = [], []
+    for step in files:
+        metrics = json.loads((step["out_trainer"] / "trainer.json").read_text())["metrics"]
+        entropies.append(metrics["train/entropy"])
+        shares.append(metrics["train/entropy_of_start"])
+    assert shares == pytest.approx([entropy / entropies[0] for entropy in entropies])
+
+
+# --- the learning rate ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [8.0, 8.0, 8.0, 8.0]),
+        ("linear", [8.0, 6.5, 5.0, 2.0]),
+        ("cosine", [8.0, 2 + 6 * (1 + 0.5**0.5) / 2, 5.0, 2.0]),
+    ],
+)
+def test_schedules(schedule, rates):
+    settings = recipe(
+        train={"learning_rate": 8.0, "min_learning_rate": 2.0, "schedule": schedule}
+    ).train
+    found = [update.learning_rate(settings, 9, share) for share in (0.0, 0.25, 0.5, 1.0)]
+    assert found == pytest.approx(rates)
+    warm = settings.model_copy(update={"warmup_steps": 4})
+    assert update.learning_rate(warm, 0, 0.0) == 2.0
+
+
+def test_the_schedule_runs_over_the_steps_of_the_loop(tmp_path, model_folder):
+    given = recipe(
+        train={"schedule": "linear", "learning_rate": 0.01, "minibatch_questions": 3},
+        loop={"steps": 4},
+    )
+    files = make_step(tmp_path, tiny(), step=2, scores=False)
+    metrics = run(files, model_folder, given)
+    # The second of two updates of the third of four steps: 2.5 / 4 is done.
+    assert metrics["train/learning_rate"] == pytest.approx(0.01 * (1 - 2.5 / 4))
 
 
 def test_kl_to_the_initial_policy(tmp_path, model_folder):
@@ -277,8 +408,10 @@ def test_float32_gradient_does_not_depend_on_micro_batches(tmp_path, model_folde
         run(arguments, model_folder, given)
         moments.append(load_file(arguments["out_trainer"] / "optimizer.safetensors"))
     for name, value in moments[0].items():
+        if "k_proj.bias" in name:  # shifts all scores of a query alike: 0 but for rounding
+            continue
         for other in moments[1:]:
-            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6)
+            assert (other[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 def test_rows_without_advantage_are_not_run_and_nothing_changes(monkeypatch):
@@ -330,6 +463,13 @@ def test_an_update_above_the_norm_bound_is_skipped_and_said(tmp_path, model_fold
     assert (metrics["train/updates"], metrics["train/skipped_updates"]) == (0, 1)
     assert any("SKIPPED" in line and "above skip_grad_norm" in line for line in lines)
     assert same(weights(arguments["out_policy"]), weights(model_folder))
+    file = arguments["out_trainer"] / "skipped.jsonl"
+    assert any(str(file) in line for line in lines)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(row["reason"] == "gradient above skip_grad_norm = 1e-06" for row in rows)
+    assert all(row["norm"] == pytest.approx(metrics["train/grad_norm"]) for row in rows)
+    assert sum(row["loss"] for row in rows) == pytest.approx(metrics["train/loss"], rel=1e-4)
+    assert {row["rollout_id"] for row in rows if row["replayed"]} == {"s00000/past/01"}
 
 
 def test_a_loss_that_is_not_finite_names_its_rollouts_and_the_others_go_on(tmp_path, model_folder):
@@ -350,6 +490,9 @@ def test_a_loss_that_is_not_finite_names_its_rollouts_and_the_others_go_on(tmp_p
     assert (metrics["train/updates"], metrics["train/skipped_updates"]) == (2, 1)
     assert any("not finite" in line and bad in line for line in lines)
     assert sum("s00000/" in line for line in lines) == 1
+    rows = (arguments["out_trainer"] / "skipped.jsonl").read_text().splitlines()
+    assert [r["rollout_id"] for r in map(json.loads, rows) if not r["finite"]] == [bad]
+    assert any(r["rollout_id"] != bad and r["loss"] is not None for r in map(json.loads, rows))
     assert metrics["train/ratio_mean"] is None
     assert metrics["train/grad_norm"] is not None
     after = weights(arguments["out_policy"])

@@ -1,18 +1,23 @@
 """Training in several processes gives what one process gives."""
 
 import json
+import os
+import shutil
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from exgrpo_cli import tables
 from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.stages.train import train
+from small_runs import SMALL
 from train_files import make_step, recipe, tiny, weights
 
+ROOT = Path(__file__).parents[2]
 PATHS = ("rollouts", "verdicts", "scores", "curated", "trainer", "policy")
 
 
@@ -30,6 +35,13 @@ def in_processes(count, arguments, given, out, step=0):
     return json.loads(done.stdout), done.stderr
 
 
+def save(model, demo_model, folder):
+    """A policy folder, with a tokenizer."""
+    model.save_pretrained(folder)
+    for file in demo_model.glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+
+
 def assert_close(one, other):
     assert one.keys() == other.keys()
     for name in one:
@@ -38,9 +50,9 @@ def assert_close(one, other):
             torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path):
+def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, demo_model):
     model = tiny(layers=2)
-    model.save_pretrained(tmp_path / "model")
+    save(model, demo_model, tmp_path / "model")
     given = recipe(
         train={"learning_rate": 1e-3, "minibatch_questions": 3, "tokens_per_microbatch": 40},
         objective={"entropy_bonus": 0.01, "sampler_cap": 2.0},
@@ -81,9 +93,9 @@ def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path):
     assert notes["first_entropy"] == pytest.approx(alone["train/entropy"], rel=1e-4)
 
 
-def test_adapters_and_recomputed_activations_in_two_processes(tmp_path):
+def test_adapters_and_recomputed_activations_in_two_processes(tmp_path, demo_model):
     model = tiny(layers=2)
-    model.save_pretrained(tmp_path / "model")
+    save(model, demo_model, tmp_path / "model")
     given = recipe(
         train={"learning_rate": 1e-3, "gradient_checkpointing": True, "minibatch_questions": 2},
         lora={"enabled": True, "rank": 2},
@@ -102,13 +114,60 @@ def test_adapters_and_recomputed_activations_in_two_processes(tmp_path):
     assert_close(load_file(files["out_policy"] / "adapter_model.safetensors"), ours)
 
 
-def test_bad_input_is_one_line(tmp_path):
-    tiny().save_pretrained(tmp_path / "model")
-    files = make_step(tmp_path / "files", tiny())
-    files["policy"] = tmp_path / "model"
-    rows = tables.read_table("verdicts", files["verdicts"])
-    tables.write_table("verdicts", rows.slice(1), files["verdicts"])
-    with pytest.raises(AssertionError) as error:
-        in_processes(2, files, recipe(), tmp_path / "both" / "step-00001")
-    assert str(error.value).count("no verdict on rollout") == 1
-    assert not (tmp_path / "both" / "step-00001").exists()
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+
+def test_the_loop_and_slurm_train_in_processes(tmp_path, exgrpo, demo_model):
+    """A step that only lacks its policy: made by one process, by the loop's two, by SLURM's."""
+    run = tmp_path / "one"
+    few = ["--set", "rollout.max_new_tokens=12", "--set", f"model.path={demo_model}"]
+    exgrpo("run", run, *SMALL, *few, "--steps", 1)
+    for name in ("loop", "slurm"):
+        shutil.copytree(run, tmp_path / name)
+        for made in ("policy", "trainer", "metrics", "metrics.jsonl"):
+            path = tmp_path / name / made
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    done = exgrpo("run", tmp_path / "loop", *SMALL, *few, "--steps", 1,
+                  "--set", "train.processes=2", "--json", OMP_NUM_THREADS="1")  # fmt: skip
+    assert json.loads(done.stdout)["steps"] == 1
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    scripts = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
+    scripts["torchrun"] = f'#!/usr/bin/env bash\n{sys.executable} -m torch.distributed.run "$@"\n'
+    for name, text in scripts.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    subprocess.run(
+        ["bash", ROOT / "recipes/slurm/stage.sbatch", "train", tmp_path / "slurm", "0"],
+        check=True,
+        timeout=300,
+        env=os.environ
+        | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "1"}
+        | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port())},
+    )
+    for name in ("loop", "slurm"):
+        assert len(list((tmp_path / name / "trainer/step-00001").glob("shard-*"))) == 2
+        policy = tmp_path / name / "policy/step-00001"
+        assert_close(weights(run / "policy/step-00001"), weights(policy))
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        assert line["train/updates"] >= 1
+        assert ("time/train" in line) == (name == "loop")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_bad_input_is_said_once_a_machine(exgrpo, tmp_path):
+    said = []
+    for local in ("0", "1"):
+        ranks = {"WORLD_SIZE": "2", "RANK": local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": "2"}
+        done = exgrpo("train", tmp_path / "nowhere", "--step", 0, code=2, **ranks)
+        said += done.stderr.splitlines()
+    assert len(said) == 1
+    assert "nowhere" in said[0]

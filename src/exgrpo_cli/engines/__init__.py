@@ -67,6 +67,10 @@ class Engine(Protocol):
         """Go over to another policy of the same shape (a folder), or a LoRA adapter on it."""
         ...
 
+    def sleep(self) -> bool:
+        """Give the GPU's memory to others until the next ``load``; False where it cannot."""
+        ...
+
     def close(self) -> None:
         """Free the model and end any process; the engine cannot be used again."""
         ...

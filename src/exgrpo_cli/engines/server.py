@@ -87,6 +87,10 @@ class ServerEngine:
         self._end_ids = policy_end_ids(policy, self._recipe.model)
         self._vocabulary = _vocabulary(base, self._recipe.model.trust_remote_code)
 
+    def sleep(self) -> bool:
+        """Nothing: the server stays as it is."""
+        return False
+
     def close(self) -> None:
         """Nothing is held; the server stays as it is."""
 

@@ -68,6 +68,10 @@ class TransformersEngine:
         model.generation_config = GenerationConfig()
         self._model = model.requires_grad_(False)
 
+    def sleep(self) -> bool:
+        """Nothing: ``close`` and a new start cost no more."""
+        return False
+
     def close(self) -> None:
         """Free the model."""
         self._model = None

@@ -72,6 +72,12 @@ class VllmEngine:
             options["enable_chunked_prefill"] = False
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 options["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+        # Sleep mode allocates by itself, which torch's expandable segments do not allow.
+        expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        self._can_sleep = current_platform.is_sleep_mode_available() and not expandable
+        if self._can_sleep:
+            options["enable_sleep_mode"] = True
+        self._asleep = False
         self._lora_rank = 0
         if self._recipe.lora.enabled or is_adapter(policy):
             self._lora_rank = _lora_rank(policy, self._recipe.lora.rank)
@@ -131,10 +137,15 @@ class VllmEngine:
             self._start(policy)
             return
         base = adapter_base(policy) if is_adapter(policy) else policy
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])  # the cache later: reading weights takes memory too
         if base != self._base or not is_adapter(policy):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": base})
             self._llm.collective_rpc("refresh_embeddings")
             self._base = base
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
         self._llm.reset_prefix_cache()
         self._adapter = None
         if is_adapter(policy):
@@ -203,6 +214,20 @@ class VllmEngine:
             if waiting:  # the caller stopped listening, or was interrupted
                 with contextlib.suppress(Exception):
                     engine.abort_request(list(waiting))
+
+    def sleep(self) -> bool:
+        """Free the GPU for training; ``load`` wakes vLLM, which keeps its processes and graphs.
+
+        Weights are dropped, since the next policy brings its own; with adapters, whose base stays,
+        they wait in the CPU's memory.
+
+        Returns:
+            False where vLLM has no sleep mode (on a CPU).
+        """
+        if self._can_sleep and not self._asleep:
+            self._llm.sleep(level=1 if self._lora_rank else 2)
+            self._asleep = True
+        return self._can_sleep
 
     def close(self) -> None:
         """End vLLM's processes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,14 @@ from exgrpo_cli.engines import Engine, Request, Sampling, open_engine
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import Log, progress, quiet
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.statistics import format_table, interval_of, pass_ks, powers_of_two, summarise
+from exgrpo_cli.statistics import (
+    average_of_sources,
+    format_table,
+    interval_of,
+    pass_ks,
+    powers_of_two,
+    summarise,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -32,6 +39,7 @@ def evaluate(
     samples: int,
     temperature: float,
     max_new_tokens: int,
+    samples_by_source: Mapping[str, int] | None = None,
     engine: Callable[[], Engine] | None = None,
     step: int = 0,
     force: bool = False,
@@ -53,6 +61,7 @@ def evaluate(
         samples: a problem; at temperature 0 one is enough and one is taken.
         temperature: of sampling; 0 is greedy.
         max_new_tokens: maximum response length.
+        samples_by_source: a problem of these sources; ``samples`` is for the others.
         engine: gives a loaded engine that holds this policy, and is called only when there is
             something to sample; by default one is opened here, and closed.
         step: the policy's step; goes into the tables and the summary.
@@ -60,9 +69,10 @@ def evaluate(
         log: gets plain lines.
 
     Returns:
-        ``policy``, ``step``, ``samples``, ``temperature``, ``max_new_tokens``, ``left_out``
-        (problems whose prompts are too long), ``rows`` (by source) and ``overall``; see
-        :func:`exgrpo_cli.statistics.summarise`.
+        ``policy``, ``step``, ``samples``, ``samples_by_source`` (of the sources that are there),
+        ``temperature``, ``max_new_tokens``, ``left_out`` (problems whose prompts are too long),
+        ``rows`` (by source), ``overall`` and ``average`` (of the sources); see
+        :func:`exgrpo_cli.statistics.summarise` and ``average_of_sources``.
 
     Raises:
         InputError: no problems whose prompts are short enough, ``out`` holds an evaluation of
@@ -80,7 +90,7 @@ def evaluate(
         )
     if temperature == 0 and samples > 1:
         log("evaluate: temperature 0 gives the same response every time; one sample a problem")
-        samples = 1
+        samples, samples_by_source = 1, None
     table = tables.read_table("problems", problems)
     if table.is_empty():
         raise InputError(f"{problems}: no problems in this table")
@@ -93,11 +103,16 @@ def evaluate(
             f" {recipe.rollout.max_prompt_tokens}; raise it"
         )
 
+    present = set(table["source"])
+    by_source = {s: n for s, n in sorted((samples_by_source or {}).items()) if s in present}
+    sources = dict(table.select("problem_id", "source").iter_rows())
+    counts = {pid: by_source.get(sources[pid], samples) for pid in prompts}
     asked = {
         "policy": policy_name,
         "step": step,
         "weights": policy_fingerprint(policy),
         "samples": samples,
+        "samples_by_source": by_source or None,
         "temperature": float(temperature),
         "max_new_tokens": max_new_tokens,
         "seed": recipe.seed,
@@ -116,7 +131,7 @@ def evaluate(
         for stale in (rollouts, verdicts, out / "summary.json"):
             stale.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
-        rows = _sample(policy, tokenizer, prompts, asked, recipe, engine, log)
+        rows = _sample(policy, tokenizer, prompts, counts, asked, recipe, engine, log)
         tables.write_table("rollouts", tables.frame("rollouts", rows), rollouts)
     if before.get("answers") != answers:
         verdicts.unlink(missing_ok=True)
@@ -134,23 +149,24 @@ def evaluate(
         )
         .join(table.select("problem_id", "source"), on="problem_id", validate="m:1")
     )
-    if judged.height != len(prompts) * samples:
+    if judged.height != sum(counts.values()):
         raise StageError(
-            f"{verdicts}: {judged.height} verdicts for {len(prompts) * samples} samples;"
+            f"{verdicts}: {judged.height} verdicts for {sum(counts.values())} samples;"
             " remove it and evaluate again"
         )
-    by_source, overall = summarise(
-        judged, powers_of_two(samples), recipe.evaluate.bootstrap, recipe.seed
-    )
+    bootstrap, ks = recipe.evaluate.bootstrap, powers_of_two(max(counts.values()))
+    rows_by_source, overall = summarise(judged, ks, bootstrap, recipe.seed)
     summary = {
         "policy": policy_name,
         "step": step,
         "samples": samples,
+        "samples_by_source": by_source,
         "temperature": float(temperature),
         "max_new_tokens": max_new_tokens,
         "left_out": table.height - len(prompts),
-        "rows": by_source,
+        "rows": rows_by_source,
         "overall": overall,
+        "average": average_of_sources(judged, bootstrap, recipe.seed),
     }
     tables.write_json(out / "summary.json", summary)
     return summary
@@ -168,6 +184,7 @@ def evaluation_metrics(name: str, summary: dict[str, Any]) -> dict[str, float]:
         ``eval/NAME/SOURCE/pass@1`` and the rest of each.
     """
     groups = {f"eval/{name}": summary["overall"]}
+    average = summary.get("average")
     if len(summary["rows"]) > 1:
         groups |= {f"eval/{name}/{row['source']}": row for row in summary["rows"]}
     metrics: dict[str, float] = {}
@@ -180,6 +197,12 @@ def evaluation_metrics(name: str, summary: dict[str, Any]) -> dict[str, float]:
                 f"{prefix}/pass@{k}_high": high,
             }
         metrics |= {f"{prefix}/truncated": row["truncated"], f"{prefix}/tokens": row["tokens"]}
+    if average is not None:
+        metrics |= {
+            f"eval/{name}/average_pass@1": average["pass@1"],
+            f"eval/{name}/average_pass@1_low": average["low"],
+            f"eval/{name}/average_pass@1_high": average["high"],
+        }
     return metrics
 
 
@@ -209,6 +232,7 @@ def _sample(
     policy: str,
     tokenizer: PreTrainedTokenizerBase,
     prompts: dict[str, list[int]],
+    counts: dict[str, int],
     asked: dict[str, Any],
     recipe: Recipe,
     engine: Callable[[], Engine] | None,
@@ -218,7 +242,7 @@ def _sample(
     from exgrpo_cli.stages.rollout import completion_row, decode
 
     name, step = asked["policy"], asked["step"]
-    keys = [(pid, sample) for pid in prompts for sample in range(asked["samples"])]
+    keys = [(pid, sample) for pid in prompts for sample in range(counts[pid])]
     requests = [
         Request(i, prompts[pid], tables.row_seed(recipe.seed, "evaluate", pid, sample))
         for i, (pid, sample) in enumerate(keys)

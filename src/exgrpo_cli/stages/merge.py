@@ -67,12 +67,13 @@ def merge(
     from exgrpo_cli.models import dtype_named, load_model
     from exgrpo_cli.policy.checkpoint import save_policy, saved_dtype
 
-    kind = saved_dtype(base, opened.trust_remote_code) if dtype == "auto" else dtype_named(dtype)
     say(f"merge: opening {base} on the CPU, in float32")
     plain: Any = load_model(base, opened, torch.device("cpu"), torch.float32)
+    kind = saved_dtype(base, opened.trust_remote_code) if dtype == "auto" else dtype_named(dtype)
     model, adapted = _put_on(plain, adapter)
     say(f"merge: merging {adapted} adapted weights of {adapter}")
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied embeddings; what comes of them is seen below
         before = _logits(model)
         try:
             merged = model.merge_and_unload(safe_merge=True)
@@ -163,7 +164,9 @@ def _put_on(plain: Any, adapter: Path) -> tuple[Any, int]:
     except Exception as error:  # targets or shapes that this model does not have
         raise InputError(f"{adapter}: does not fit its base model: {_reason(error)}") from error
     ours = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    for keys, which in ((there - ours, "the adapter's"), (ours - there, "the base model's")):
+    # An adapter on embedding or head may hold their own weights too (peft's save_embedding_layers).
+    strange = there - ours - set(model.state_dict())
+    for keys, which in ((strange, "the adapter's"), (ours - there, "the base model's")):
         if keys:
             raise InputError(
                 f"{adapter}: does not fit its base model: {which} {min(keys)} has no counterpart"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +59,9 @@ def rollout(
         log: gets plain lines.
 
     Returns:
-        Counts: ``parts_done``, ``parts_skipped``, ``rows``, ``tokens``, ``seconds``,
-        ``tokens_per_second``.
+        Counts: ``parts_done``, ``parts_skipped``, ``rows``, ``tokens``, ``seconds``; where
+        something was sampled, ``compute_seconds`` (waiting for the engine) and
+        ``tokens_per_second`` (without opening it).
 
     Raises:
         InputError: a plan of other problems, an empty prompt, top_p below 1, a policy that cannot
@@ -99,11 +100,7 @@ def rollout(
             log,
         )
         result |= counts
-    result["seconds"] = round(time.monotonic() - started, 3)
-    generating = result.pop("generating", 0.0)
-    if result["tokens"]:
-        result["tokens_per_second"] = round(result["tokens"] / generating, 1)
-    return result
+    return result | {"seconds": round(time.monotonic() - started, 3)}
 
 
 def encode_prompts(
@@ -305,7 +302,7 @@ def _sample_parts(
                 waiting[number] += 1
 
     sampling = training_sampling(recipe)
-    tokens = 0
+    tokens, computing = 0, 0.0
     done: list[dict[int, dict[str, Any]]] = [{} for _ in parts]
     if engine is None:
         log(f"rollout: opening {policy}")
@@ -325,7 +322,8 @@ def _sample_parts(
             _write_part([], parts[number][1])
         with progress(f"rollout step {step}", len(requests), log) as advance:
             for call in calls:
-                for completion in loaded.generate(call, sampling):
+                for completion, waited in _timed(loaded.generate(call, sampling)):
+                    computing += waited
                     number, problem_id, role, sample = rows[completion.index]
                     request = requests[completion.index]
                     done[number][completion.index] = completion_row(
@@ -347,11 +345,24 @@ def _sample_parts(
                         _write_part([finished[i] for i in sorted(finished)], parts[number][1])
         if any(waiting):
             raise StageError(f"rollout: the engine left {sum(waiting)} rows unfinished")
+        generating = max(time.monotonic() - started, 1e-9)
     finally:
         if engine is None:
             loaded.close()
-    generating = max(time.monotonic() - started, 1e-9)
-    return {"rows": len(requests), "tokens": tokens, "generating": generating}
+    return {
+        "rows": len(requests),
+        "tokens": tokens,
+        "compute_seconds": round(computing, 3),
+        "tokens_per_second": round(tokens / generating, 1),
+    }
+
+
+def _timed(completions: Iterator[Completion]) -> Iterator[tuple[Completion, float]]:
+    """Each completion with the seconds that the engine took for it."""
+    began = time.monotonic()
+    for completion in completions:
+        yield completion, time.monotonic() - began
+        began = time.monotonic()
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

@@ -15,7 +15,9 @@ from exgrpo_cli.tables import WHOLE, Shard
 
 if TYPE_CHECKING:
     import polars as pl
-    from transformers import PreTrainedModel
+    from torch import Tensor
+
+    from exgrpo_cli.policy.logprobs import Head
 
 CANDIDATES_PER_PART = 512
 """Replay candidates in one part of the scores."""
@@ -56,7 +58,7 @@ def score(
 
     Returns:
         Counts: ``parts_done``, ``parts_skipped``, ``rows``, ``candidates``, ``tokens``,
-        ``seconds``.
+        ``seconds``, and of them ``compute_seconds`` in forward passes.
 
     Raises:
         InputError: missing or damaged rollouts, or a policy that cannot be opened.
@@ -65,6 +67,7 @@ def score(
     if out.resolve() == rollouts.resolve():
         raise InputError(f"{out}: holds the rollouts; give the scores a folder of their own")
     result = {"parts_done": 0, "parts_skipped": 0, "rows": 0, "candidates": 0, "tokens": 0}
+    computing = 0.0
     jobs: list[tuple[Path, Path | pl.DataFrame]] = []
     for file in tables.parquet_files(rollouts):
         if shard.has(tables.part_number(file)[0]):
@@ -75,7 +78,7 @@ def score(
     todo = [job for job in jobs if force or not job[0].exists()]
     result["parts_skipped"] = len(jobs) - len(todo)
     if todo:
-        model = _open(policy, recipe, log)
+        head = _open(policy, recipe, log)
         with progress(f"score step {step}", len(todo), log) as advance:
             for target, source in todo:
                 is_rollouts = isinstance(source, Path)
@@ -84,21 +87,28 @@ def score(
                     if isinstance(source, Path)
                     else _trajectories(run, source)
                 )
-                table = _score_rows(model, rows, policy_name, step, recipe)
+                began = time.monotonic()
+                scored = _score_rows(head, rows, recipe)
+                computing += time.monotonic() - began
+                table = _table(rows["rollout_id"], scored, policy_name, step)
                 tables.write_table("scores", table, target)
                 result["parts_done"] += 1
                 result["rows" if is_rollouts else "candidates"] += rows.height
                 result["tokens"] += int(rows["token_ids"].list.len().sum())
                 advance(1)
-    return result | {"seconds": round(time.monotonic() - started, 3)}
+    return result | {
+        "compute_seconds": round(computing, 3),
+        "seconds": round(time.monotonic() - started, 3),
+    }
 
 
-def _open(policy: str, recipe: Recipe, log: Log) -> PreTrainedModel:
+def _open(policy: str, recipe: Recipe, log: Log) -> Head:
     from exgrpo_cli.models import load_model, resolve_device, training_dtype
+    from exgrpo_cli.policy.logprobs import open_head
 
     device = resolve_device(recipe.score.device)
     log(f"score: opening {policy} on {device}")
-    return load_model(policy, recipe.model, device, training_dtype(recipe, device))
+    return open_head(load_model(policy, recipe.model, device, training_dtype(recipe, device)))
 
 
 def _candidate_parts(run: RunDir | None, step: int, out: Path) -> list[tuple[Path, pl.DataFrame]]:
@@ -128,20 +138,25 @@ def _trajectories(run: RunDir | None, candidates: pl.DataFrame) -> pl.DataFrame:
     return fetch_trajectories(run.root, candidates)
 
 
-def _score_rows(
-    model: PreTrainedModel, rows: pl.DataFrame, policy_name: str, step: int, recipe: Recipe
-) -> pl.DataFrame:
+def _score_rows(head: Head, rows: pl.DataFrame, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
     from exgrpo_cli.policy.logprobs import score_sequences
     from exgrpo_cli.policy.update import autocast
 
-    with autocast(model.device, recipe.train.autocast):
-        scored = score_sequences(
-            model,
+    device = next(head.model.parameters()).device
+    with autocast(device, recipe.train.autocast):
+        return score_sequences(
+            head.model,
             rows["prompt_ids"].to_list(),
             rows["token_ids"].to_list(),
             temperature=recipe.rollout.temperature,
             tokens_per_batch=recipe.score.tokens_per_batch,
+            head=head,
         )
+
+
+def _table(
+    names: pl.Series, scored: list[tuple[Tensor, Tensor]], policy_name: str, step: int
+) -> pl.DataFrame:
     return tables.frame(
         "scores",
         (
@@ -154,6 +169,6 @@ def _score_rows(
                 "mean_entropy": float(entropies.double().mean()),
                 "mean_logprob": float(logprobs.double().mean()),
             }
-            for rollout_id, (logprobs, entropies) in zip(rows["rollout_id"], scored, strict=True)
+            for rollout_id, (logprobs, entropies) in zip(names, scored, strict=True)
         ),
     )

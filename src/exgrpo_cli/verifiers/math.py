@@ -3,9 +3,10 @@
 math-verify's own limits are signal timers of the main thread, which a long operation on big
 integers never sees; they are switched off, and the pool kills the worker instead.
 
-Three things make it faster without another verdict, which the tests hold against math-verify
+Four things make it faster without another verdict, which the tests hold against math-verify
 itself: an answer whose normalised text is the gold's is right without being parsed; LaTeX is parsed
-in two stages; and an equation is solved once, however many others it is compared with.
+in two stages; an equation is solved once, however many others it is compared with; and what is
+proved to differ (:mod:`interval`) is not simplified to find that out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from math_verify.parser import get_last_eq
 
 from exgrpo_cli.verifiers import Verdict
 from exgrpo_cli.verifiers.extract import last_boxed, strip_answer
+from exgrpo_cli.verifiers.interval import differ
 
 _ARITHMETIC = re.compile(r"[-+*/^()\d.,\s]+")
 # math-verify may take something else than the box out of a text with these.
@@ -65,7 +67,7 @@ def _parse_latex(normal: str) -> Any:
         return _Parser(is_real=not should_treat_as_complex(last)).parse(last)
 
 
-_solve = grader.solve
+_solve, _symbolic_eq = grader.solve, grader.sympy_symbolic_eq
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -73,8 +75,23 @@ def _solved(relation: Any, symbols: frozenset[Any]) -> Any:
     return _solve(relation, set(symbols))
 
 
-# A gold equation is compared with all of a question's wrong ones.
-grader.solve = lambda relation, symbols: _solved(relation, frozenset(symbols))
+def _solve_once(relation: Any, symbols: set[Any]) -> Any:
+    # a gold equation is compared with all of a question's wrong ones
+    return _solved(relation, frozenset(symbols))
+
+
+def _equal_unless_proved_to_differ(a: Any, b: Any) -> bool:
+    # math-verify's last resort: whether a - b simplifies to zero
+    return not differ(a, b) and _symbolic_eq(a, b)
+
+
+def _verify(gold: list[Any], found: list[Any]) -> bool:
+    """math-verify's ``verify``; its module is as it was afterwards."""
+    grader.solve, grader.sympy_symbolic_eq = _solve_once, _equal_unless_proved_to_differ
+    try:
+        return bool(verify(gold, found, timeout_seconds=None))
+    finally:
+        grader.solve, grader.sympy_symbolic_eq = _solve, _symbolic_eq
 
 
 def _inner(text: str) -> str:
@@ -153,7 +170,7 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
         correct = True
     else:
         found = _read_once(extracted)[0]
-        correct = bool(found) and bool(verify(gold, found, timeout_seconds=None))
+        correct = bool(found) and _verify(gold, found)
     if not found:
         why = "math-verify cannot read the answer"
     else:

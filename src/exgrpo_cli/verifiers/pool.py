@@ -124,12 +124,15 @@ class _Task:
 
 
 class _Queue:
-    """Tasks in their order, but those of one gold answer for one worker, which parses it once."""
+    """Tasks, the longest first, but those of one gold answer for one worker, which parses it once.
+
+    Long answers mostly take the longest, and at the end no worker should wait for another.
+    """
 
     def __init__(self, tasks: Iterable[_Task]) -> None:
         self._by_gold: dict[str, deque[_Task]] = {}
         self._count = 0
-        for task in tasks:
+        for task in sorted(tasks, key=lambda task: len(task.line), reverse=True):
             self._by_gold.setdefault(task.gold, deque()).append(task)
             self._count += 1
 
@@ -194,7 +197,7 @@ class Pool:
     def judge(self, jobs: Sequence[Job]) -> list[Verdict]:
         """Judge answers; equal jobs are judged once, also over several calls.
 
-        No worker is asked about two plain integers or fractions.
+        No worker is asked about two plain numbers.
 
         Returns:
             A verdict a job, in order. ``seconds`` is 0 where the verdict was known already.
