@@ -258,9 +258,8 @@ def entropy(options: argparse.Namespace) -> None:
         f" {model.config.vocab_size}; exact mean entropy {exact.mean():.4f} nats, between"
         f" {exact.min():.4f} and {exact.max():.4f}"
     )
-    print(
-        f"{'estimate':20}{'mean error':>12}{'abs. error':>12}{'rank corr.':>12}{'lowest of ' + str(options.samples):>14}"
-    )
+    lowest = f"lowest of {options.samples}"
+    print(f"{'estimate':20}{'mean error':>12}{'abs. error':>12}{'rank corr.':>12}{lowest:>14}")
     groups = exact.reshape(-1, options.samples).argmin(axis=1)
     for name, values in estimates.items():
         error = values - exact

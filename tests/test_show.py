@@ -59,6 +59,15 @@ def test_a_run(tmp_path: Path) -> None:
         assert words in screen
 
 
+@pytest.mark.parametrize("flag", ["warning_entropy", "warning_groups", "skipped_updates"])
+def test_early_warnings_are_shown(tmp_path: Path, flag: str) -> None:
+    run = RunDir(tmp_path / "run")
+    make_metrics(run, 4)
+    assert "warning" not in _screen(run.root)
+    run.record(3, "train", {"train/loss": 0.1, f"train/{flag}": 1.0})
+    assert "warning: " in _screen(run.root)
+
+
 def test_a_run_that_has_only_its_recipe(tmp_path: Path) -> None:
     tables.write_text(tmp_path / "recipe.toml", '[model]\npath = "models/tiny"\n')
     found = describe(tmp_path)

@@ -196,6 +196,15 @@ _LAST = {
 }
 
 
+# What the train stage warns of; see docs/training.md.
+_ALARMS = {
+    "train/warning_entropy": "the policy's entropy is collapsing",
+    "train/warning_ratio": "a token's probability rose more than tenfold in one step",
+    "train/warning_groups": "nearly all groups have equal rewards",
+    "train/skipped_updates": "an update was skipped",
+}
+
+
 def _show_run(found: Mapping[str, Any], console: Console) -> None:
     from rich.columns import Columns
     from rich.rule import Rule
@@ -245,6 +254,9 @@ def _show_run(found: Mapping[str, Any], console: Console) -> None:
     if shown and found["last_step"] is not None:
         console.print(Rule(f"step {found['last_step']}", align="left"))
         console.print(Columns([Text(f"{k} {v:.4g}") for k, v in shown.items()], padding=(0, 3)))
+    alarms = [words for key, words in _ALARMS.items() if metrics.get(key)]
+    if alarms:
+        console.print(Text(f"warning: {'; '.join(alarms)}", style="bold yellow"))
     if found["learning_curve"]:
         console.print(Rule("learning curve", align="left"))
         console.print(Text(found["learning_curve"]))
