@@ -174,6 +174,7 @@ def speed(options: argparse.Namespace) -> None:
         ways: dict[str, Callable[[], int]] = {
             "exgrpo rollout": stage,
             "LLM.generate, the same": bare,
+            "LLM.generate, top 8": lambda: bare(logprobs=8),
             "LLM.generate, no seeds": lambda: bare(seed=None),
             "LLM.generate, no seeds, no log-probs": lambda: bare(seed=None, logprobs=None),
         }

@@ -21,7 +21,12 @@ Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
 def test_iterations_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) -> None:
     """Two iterations in one process: the second samples from weights reloaded in place."""
     run = RunDir(tmp_path / "run")
-    exgrpo("run", run.root, *SMALL, "--model", demo_model, "--engine", "vllm", "--steps", 2)
+    done = exgrpo(
+        "run", run.root, *SMALL, "--model", demo_model, "--engine", "vllm", "--steps", 2,
+        "--profile", "--set", "rollout.entropy_top_k=8",
+    )  # fmt: skip
+    assert "overhead / compute" in done.stdout
+    assert run.read_metrics()[1]["profile/compute"] > 0
     for step in range(2):
         rollouts = parts(run.rollouts(step))
         assert rollouts.height >= 8 * 3
@@ -30,6 +35,9 @@ def test_iterations_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) 
         both = rollouts.join(scores, on="rollout_id", suffix="_scored")
         gap: Any = (both["logprobs"].explode() - both["logprobs_scored"].explode()).abs().max()
         assert gap < 1e-3, step
+        assert set(rollouts["entropy_source"]) == {"topk"}
+        off: Any = (both["mean_entropy"] - both["mean_entropy_scored"]).abs().max()
+        assert off < 0.02, step
     assert run.read_metrics()[1]["train/replayed_rows"] > 0
     assert run.policy(2).is_dir()
 

@@ -63,7 +63,7 @@ def test_a_run(tmp_path: Path) -> None:
 def test_early_warnings_are_shown(tmp_path: Path, flag: str) -> None:
     run = RunDir(tmp_path / "run")
     make_metrics(run, 4)
-    assert "warning" not in _screen(run.root)
+    assert "warning: " not in _screen(run.root)
     run.record(3, "train", {"train/loss": 0.1, f"train/{flag}": 1.0})
     assert "warning: " in _screen(run.root)
 

@@ -113,13 +113,18 @@ def test_json_has_it_all(shared: RunDir, call: Call) -> None:
 def test_temporary_files_are_work_while_they_are_young(shared: RunDir, call: Call) -> None:
     with tables.atomic_path(shared.rollouts(0) / tables.part_name(3, 16)) as half:
         half.write_bytes(b"half")
-        assert "; 1 being written" in call("status", shared.root)
+        assert "; being made: 3;" in call("status", shared.root)
         hour = time.time() - 3600
         os.utime(half, (hour, hour))
         said = call("status", shared.root)
-        assert "1 left by killed tasks" in said
-        assert "being written" not in said
+        assert "; left unfinished: 3;" in said
+        assert "being made" not in said
         assert "missing 3 7 11" in said
+        draft = half.with_name(f".{tables.part_name(7, 16)}.0123abcd.4567.rows")
+        draft.write_bytes(b"rows that a task keeps")
+        assert "; being made: 7; left unfinished: 3;" in call("status", shared.root)
+        found = json.loads(call("status", shared.root, "--json"))
+        assert found["step"]["stages"]["rollout"]["writing"] == [7]
 
 
 @pytest.fixture
@@ -151,7 +156,10 @@ def test_a_run_that_is_held_is_at_work(
     shared: RunDir, call: Call, holder: Callable[[RunDir], None]
 ) -> None:
     holder(shared)
-    assert "at work: an exgrpo run, curate or train holds this run" in call("status", shared.root)
+    said = call("status", shared.root)
+    assert "at work: an exgrpo run, curate or train holds this run" in said
+    assert "next, once that has ended: exgrpo rollout" in said
+    assert "sbatch" not in said  # that work is being done
     assert json.loads(call("status", shared.root, "--json"))["at_work"]
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Submit iterations of ExGRPO to SLURM: arrays for rollout, verify and score, single jobs for curate
 # and train, each waiting for the one before. A killed or failed array task can be sent again
-# alone (or the whole script again): finished parts are skipped.
+# alone (or the whole script again): finished parts are skipped. `exgrpo status RUN` says which;
+# docs/cluster.md tells more.
 #
 #   exgrpo init runs/mine --recipe recipes/qwen2.5-math-7b.toml --problems openr1.parquet
 #   recipes/slurm/submit.sh runs/mine FIRST_STEP STEPS [TASKS]
@@ -19,7 +20,8 @@ read -ra trainer <<<"${TRAIN_OPTIONS:-${GPU_OPTIONS:-}}"
 submit() { # STAGE STEP TASKS DEPENDENCY OPTIONS... -> job id
   local stage=$1 step=$2 count=$3 after=$4
   shift 4
-  sbatch --parsable --job-name="$stage-$step" ${after:+--dependency=afterok:$after} \
+  sbatch --parsable --job-name="$stage-$step" --kill-on-invalid-dep=yes \
+    ${after:+--dependency=afterok:$after} \
     ${count:+--array=0-$((count - 1))} "$@" "$script" "$stage" "$run" "$step" $count | cut -d';' -f1
 }
 

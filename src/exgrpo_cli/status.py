@@ -27,6 +27,7 @@ SCRIPT = "recipes/slurm/stage.sbatch"
 _ARRAYS = {"rollout": "rollouts", "verify": "verdicts", "score": "scores"}
 _YOUNG = 600.0  # seconds; a temporary file that was not touched for longer is a killed task's
 _PART = re.compile(r"(part|replay)-(\d+)-of-(\d+)\.parquet")
+_UNFINISHED = re.compile(rf"\.{_PART.pattern}\..*\.(tmp|parts|rows)")
 
 
 # --- looking ------------------------------------------------------------------------------------
@@ -40,10 +41,10 @@ class _Folder:
     counts: dict[str, set[int]] = field(default_factory=lambda: {"part": set(), "replay": set()})
     loose: int = 0
     """Tables that are not named as parts; each is whole."""
-    writing: int = 0
-    """Temporary files that are young."""
-    left: int = 0
-    """Temporary files that a killed task left; they do no harm."""
+    unfinished: dict[str, dict[int, float]] = field(
+        default_factory=lambda: {"part": {}, "replay": {}}
+    )
+    """Parts that have temporary files, and when the youngest of them was touched."""
     newest: float | None = None
     """When the last part was written, seconds since the epoch."""
     damaged: list[Path] = field(default_factory=list)
@@ -61,11 +62,10 @@ def _look(folder: Path, *, check: bool) -> _Folder:
             except FileNotFoundError:  # a temporary file that was renamed meanwhile
                 continue
             if entry.name.startswith("."):
-                if entry.name.endswith((".tmp", ".parts")):
-                    if time.time() - changed < _YOUNG:
-                        found.writing += 1
-                    else:
-                        found.left += 1
+                match = _UNFINISHED.fullmatch(entry.name)
+                if match:
+                    at = found.unfinished[match[1]]
+                    at[int(match[2])] = max(at.get(int(match[2]), 0.0), changed)
                 continue
             if not entry.name.endswith(".parquet"):
                 continue
@@ -96,7 +96,15 @@ def _parts(found: _Folder, prefix: str, expected: int | None) -> dict[str, Any]:
     total = max(counts) if counts else expected
     have = found.parts[prefix]
     missing = sorted(set(range(total or 0)) - have)
-    return {"done": len(have), "expected": total, "missing": missing}
+    touched = found.unfinished[prefix]
+    writing = sorted(number for number, at in touched.items() if time.time() - at < _YOUNG)
+    return {
+        "done": len(have),
+        "expected": total,
+        "missing": missing,
+        "writing": writing,
+        "left": sorted(touched.keys() - have - set(writing)),
+    }
 
 
 # --- a step -------------------------------------------------------------------------------------
@@ -154,11 +162,11 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
     Returns:
         ``step``; ``plan`` (``questions``, ``fresh`` and ``replay``, or None); ``stages``: for
         ``rollout``, ``verify`` and ``score`` the counts ``done`` and ``expected`` (None where it is
-        not known yet) and the numbers ``missing`` of their parts, how many temporary files are
-        ``writing`` (young) or ``left`` (of killed tasks), ``newest_seconds`` (age of the last
-        part), for ``score`` also ``replay`` with the same counts for the replay candidates; for all
-        of them and for ``curate`` and ``train`` whether it is ``complete``; ``faults``: lines about
-        what must be mended by hand.
+        not known yet) of their parts and the numbers of those that are ``missing``, that a task is
+        ``writing`` (they have a young temporary file) and that a killed one has ``left``
+        unfinished, and ``newest_seconds``, the age of the last part; for ``score`` also ``replay``,
+        the same of the replay candidates; for all of them and for ``curate`` and ``train`` whether
+        it is ``complete``; ``faults``: lines about what must be mended by hand.
     """
     faults: list[str] = []
     plan = _plan_of(run, step, faults) if deep else None
@@ -187,8 +195,6 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
         entry: dict[str, Any] = {
             **part,
             "complete": complete,
-            "writing": folder.writing,
-            "left": folder.left,
             "newest_seconds": (
                 None if folder.newest is None else round(max(time.time() - folder.newest, 0.0), 1)
             ),
@@ -398,7 +404,7 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
         lines.append("at work: an exgrpo run, curate or train holds this run")
     finished = found["next"]["stage"] in ("done", "finished", "init")
     if not finished or step["step"] != found["steps"]:
-        lines += _step_lines(step, shlex.quote(found["path"]), tasks)
+        lines += _step_lines(step, found, tasks)
     for number, gaps in found["behind"].items():
         said = ", ".join(f"{stage} {numbers(parts, ' ')}" for stage, parts in gaps.items())
         lines.append(f"step {number} is trained, but parts are missing: {said}")
@@ -414,13 +420,14 @@ def _next_lines(found: Mapping[str, Any]) -> list[str]:
     following = found["next"]
     words = {"done": "all steps are trained", "finished": "every question is retired"}
     lines = [f"finished: {words[following['stage']]}"] if following["stage"] in words else []
-    lines.append(f"next: {following['command']}")
+    when = "next, once that has ended" if found["at_work"] else "next"
+    lines.append(f"{when}: {following['command']}")
     if following["stage"] not in (*words, "init") and found["steps_planned"]:
         lines.append(f"all that is left: exgrpo run {shlex.quote(found['path'])}")
     return lines
 
 
-def _step_lines(step: Mapping[str, Any], root: str, tasks: int | None) -> list[str]:
+def _step_lines(step: Mapping[str, Any], found: Mapping[str, Any], tasks: int | None) -> list[str]:
     lines = [f"step {step['step']} ({step_name(step['step'])})"]
     plan = step["plan"]
     if plan is not None:
@@ -434,12 +441,12 @@ def _step_lines(step: Mapping[str, Any], root: str, tasks: int | None) -> list[s
         entry = step["stages"][stage]
         lines.append(f"  {stage:<8} {_array_words(entry)}")
         missing = entry["missing"] + (entry["replay"]["missing"] if stage == "score" else [])
-        if missing and entry["expected"] and (entry["done"] or tasks):
+        if missing and entry["expected"] and (entry["done"] or tasks) and not found["at_work"]:
             count = tasks or entry["expected"]
-            wanted = shards(missing, count)
+            wanted = numbers(shards(missing, count))
+            what = f"{stage} {shlex.quote(found['path'])} {step['step']} {count}"
             lines.append(
-                f"           shards {numbers(wanted)} of {count}: sbatch"
-                f" --array={numbers(wanted)} {SCRIPT} {stage} {root} {step['step']} {count}"
+                f"           shards {wanted} of {count}: sbatch --array={wanted} {SCRIPT} {what}"
             )
     for stage in ("curate", "train"):
         done = step["stages"][stage]["complete"]
@@ -466,9 +473,9 @@ def _array_words(entry: Mapping[str, Any]) -> str:
         if replay["done"] and replay["missing"]:
             words += f", missing {numbers(replay['missing'], ' ')}"
     if entry["writing"]:
-        words += f"; {entry['writing']} being written"
+        words += f"; being made: {numbers(entry['writing'], ' ')}"
     if entry["left"]:
-        words += f"; {entry['left']} left by killed tasks"
+        words += f"; left unfinished: {numbers(entry['left'], ' ')}"
     if entry["newest_seconds"] is not None and not entry["complete"]:
         words += f"; the last {_ago(entry['newest_seconds'])}"
     return words

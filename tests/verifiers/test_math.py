@@ -11,7 +11,7 @@ import pytest
 
 from exgrpo_cli.verifiers import Verdict, choice, exact, numeric
 from exgrpo_cli.verifiers.extract import extract_answer
-from exgrpo_cli.verifiers.math import check_gold, judge
+from exgrpo_cli.verifiers.math import check_gold, judge, parse_math
 from exgrpo_cli.verifiers.pool import Job, Pool
 
 BENCHMARKS = Path(__file__).parents[2].parent / "shared" / "data" / "math-benchmarks.verl.parquet"
@@ -77,6 +77,52 @@ def test_verdicts_are_those_of_plain_math_verify(pool: Pool) -> None:
     assert [v.correct for v in verdicts] == expected
     assert {v.status for v in verdicts} == {"ok"}
     assert 40 < sum(expected) < 90  # right and wrong ones
+
+
+READ_IN_ITS_OWN_WAY = [
+    "s^{2}+b s+1", r"\frac{1}{4p^3}", "g(x)=x^2-2x+2",  # what the first stage does not parse
+    r"\frac{1}{3} E_{1}", "x=y=2+1", "1, 2, and 3", "a=1;b=2", r"\pm 5", r"m_{\max}", "$1$,$2$",
+    "the answer: 5", r"\text{Answer } 7", "12 cm", r"33\frac{1}{3}\%", "1/2/3", "nan", "9" * 5000,
+    "}{", r"\begin{cases} x \\ y", "x ∈ [-2,7]",
+    "i", "3+4i", "(1,2)", "(1, 2]", r"\emptyset", "", "$$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*GOLDS, *ANSWERS, *READ_IN_ITS_OWN_WAY])
+def test_answers_are_read_as_math_verify_reads_them(text: str) -> None:
+    from sympy import Basic, srepr
+
+    def shown(items: list[Any]) -> list[str]:
+        return [srepr(item) if isinstance(item, Basic) else str(item) for item in items]
+
+    assert shown(parse_math(text)) == shown(parsed(text) if text else [])
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\dfrac{\sqrt{3}}{2}", r"\frac{\sqrt{3}}{2}"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"( 3, \frac{\pi}{2} )"),
+        (r"\text{even}", r"\mathrm{even}"),
+        ("15\\mbox{ cm}^2", "15"),
+        (r"m_{\max}=n", r"$m_{\max}=n$"),
+        ("1/0", "$1/0$"),
+        ("9" * 5000, f"${'9' * 5000}$"),
+        ("answer", "$answer$"),
+        ("}{", "$}{$"),
+    ],
+)
+def test_equal_normalised_texts(gold: str, answer: str) -> None:
+    assert judge(gold, answer).correct == plain(gold, answer)
+
+
+def test_math_verify_itself_stays_as_it_is() -> None:
+    from math_verify import grader
+
+    before = dict(vars(grader))
+    assert not judge("x^2 = y", "x^2 = 3y").correct
+    assert not judge(r"\sqrt{2} x", r"\sqrt{3} x").correct
+    assert vars(grader) == before
 
 
 def test_gold_comes_first() -> None:

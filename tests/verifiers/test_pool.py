@@ -207,6 +207,24 @@ def test_equal_answers_are_judged_once(user_file: Callable[[str], str], tmp_path
     assert [v.seconds > 0 for v in again] == [False, True, False]
 
 
+def test_long_answers_are_not_left_for_the_end(
+    user_file: Callable[[str], str], tmp_path: Path
+) -> None:
+    verifier = user_file(
+        f"""
+        def judge(response, answer, metadata):
+            with open({str(tmp_path / "calls")!r}, "a") as file:
+                file.write(response[0] + answer)
+            return True
+        """
+    )
+    jobs = [("1", "a"), ("2", "b"), ("1", "c"), ("2", "d" * 50)]
+    with Pool(1) as pool:
+        pool.judge([Job(verifier, gold, None, response) for gold, response in jobs])
+    # the longest first, and with it the others of its gold answer
+    assert (tmp_path / "calls").read_text() == "d2b2a1c1"
+
+
 def test_a_worker_killed_from_outside_is_replaced(
     user_file: Callable[[str], str], tmp_path: Path
 ) -> None:

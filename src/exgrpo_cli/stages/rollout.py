@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,8 @@ from exgrpo_cli.tables import WHOLE, Shard
 if TYPE_CHECKING:
     import polars as pl
     from transformers import PreTrainedTokenizerBase
+
+_DRAFT_SECONDS = 60.0
 
 
 def rollout(
@@ -40,7 +44,9 @@ def rollout(
 
     The parts follow from the plan and ``rollout.questions_per_part`` alone, and each row's seed
     from the recipe's seed, the step, the question and the sample's number, so shards, restarts and
-    repeats ask for the same samples. A part is written when its last row is finished.
+    repeats ask for the same samples. A part is written when its last row is finished. With vLLM,
+    the finished rows of unfinished parts are kept every minute, so that a task that is sent again
+    after a kill does not repeat them.
 
     Args:
         problems: the ``problems`` table.
@@ -97,6 +103,7 @@ def rollout(
             step,
             recipe,
             engine,
+            force,
             log,
         )
         result |= counts
@@ -161,7 +168,7 @@ def completion_row(
     else:
         mean_entropy, source = -mean_logprob, "logprobs"
     return {
-        "rollout_id": f"s{step:05d}/{problem_id}/{sample:02d}",
+        "rollout_id": _rollout_id(step, problem_id, sample),
         "step": step,
         "problem_id": problem_id,
         "sample": sample,
@@ -180,6 +187,10 @@ def completion_row(
         "finish_reason": completion.finish_reason,
         "seed": seed,
     }
+
+
+def _rollout_id(step: int, problem_id: str, sample: int) -> str:
+    return f"s{step:05d}/{problem_id}/{sample:02d}"
 
 
 def ensure_plan(run: RunDir, step: int, recipe: Recipe, log: Log = quiet) -> Path:
@@ -268,6 +279,7 @@ def _sample_parts(
     step: int,
     recipe: Recipe,
     engine: Callable[[], Engine] | None,
+    force: bool,
     log: Log,
 ) -> dict[str, Any]:
     import polars as pl
@@ -309,24 +321,41 @@ def _sample_parts(
     loaded = open_engine(recipe, policy) if engine is None else engine()
     started = time.monotonic()
     try:
-        # An engine that batches by itself gets everything at once. The transformers engine gets a
-        # part at a time, so that its batches, and with them the last bits, are the same whatever
-        # the shards.
-        by_part = loaded.name == "transformers"
-        calls = (
-            [[r for r in requests if rows[r.index][0] == p] for p in range(len(parts))]
-            if by_part
-            else [requests]
-        )
+        # An engine that batches by itself gets everything at once, and what it has finished of
+        # unfinished parts is kept now and then. The transformers engine gets a part at a time, so
+        # that its batches, and with them the last bits, are the same whatever the shards.
+        calls = [requests]
+        drafts = None
+        if loaded.name == "transformers":
+            calls = [[r for r in requests if rows[r.index][0] == p] for p in range(len(parts))]
+        else:
+            drafts = _Drafts([path for _, path in parts], f"{policy} {policy_name} {sampling}")
+            for request in [] if force else requests:
+                number, problem_id, _, sample = rows[request.index]
+                row = drafts.found(number, _rollout_id(step, problem_id, sample), request)
+                if row is not None:
+                    done[number][request.index] = row
+                    waiting[number] -= 1
+            taken = {index for part in done for index in part}
+            if taken:
+                log(f"rollout: {len(taken)} rows that an interrupted task had finished are kept")
+            calls = [[r for r in requests if r.index not in taken]]
+
+        def close_part(number: int) -> None:
+            finished, done[number] = done[number], {}
+            _write_part([finished[i] for i in sorted(finished)], parts[number][1])
+            if drafts is not None:
+                drafts.drop(number)
+
         for number in (p for p in range(len(parts)) if waiting[p] == 0):
-            _write_part([], parts[number][1])
-        with progress(f"rollout step {step}", len(requests), log) as advance:
+            close_part(number)
+        with progress(f"rollout step {step}", sum(map(len, calls)), log) as advance:
             for call in calls:
                 for completion, waited in _timed(loaded.generate(call, sampling)):
                     computing += waited
                     number, problem_id, role, sample = rows[completion.index]
                     request = requests[completion.index]
-                    done[number][completion.index] = completion_row(
+                    row = completion_row(
                         problem_id,
                         step,
                         sample,
@@ -337,12 +366,14 @@ def _sample_parts(
                         decode(tokenizer, completion.token_ids),
                         request.seed,
                     )
+                    done[number][completion.index] = row
                     tokens += len(completion.token_ids)
                     waiting[number] -= 1
                     advance(1)
                     if waiting[number] == 0:
-                        finished, done[number] = done[number], {}
-                        _write_part([finished[i] for i in sorted(finished)], parts[number][1])
+                        close_part(number)
+                    elif drafts is not None:
+                        drafts.add(number, row)
         if any(waiting):
             raise StageError(f"rollout: the engine left {sum(waiting)} rows unfinished")
         generating = max(time.monotonic() - started, 1e-9)
@@ -355,6 +386,62 @@ def _sample_parts(
         "compute_seconds": round(computing, 3),
         "tokens_per_second": round(tokens / generating, 1),
     }
+
+
+class _Drafts:
+    """Finished rows of unfinished parts, kept in hidden files beside them.
+
+    A task that is killed leaves them behind, and the next one that does the part takes them over.
+    Files of several tasks may lie together: rows are looked up one by one.
+    """
+
+    def __init__(self, paths: list[Path], sampled: str) -> None:
+        """Read what earlier tasks left.
+
+        Args:
+            paths: of the parts.
+            sampled: what the rows depend on beside prompt and seed; others' drafts are not read.
+        """
+        self._paths = paths
+        self._key = f"{tables.row_seed(sampled):016x}"
+        self._new: list[list[dict[str, Any]]] = [[] for _ in paths]
+        self._saved = time.monotonic()
+        self._old: list[dict[str, dict[str, Any]]] = [{} for _ in paths]
+        for number in range(len(paths)):
+            for file in self._files(number, self._key):
+                # another task may have finished the part and removed it
+                with contextlib.suppress(InputError):
+                    table = tables.read_table("rollouts", file)
+                    for row in table.iter_rows(named=True):
+                        self._old[number][row["rollout_id"]] = row
+
+    def _files(self, number: int, key: str) -> list[Path]:
+        path = self._paths[number]
+        return sorted(path.parent.glob(f".{path.name}.{key}.*.rows"))
+
+    def found(self, number: int, rollout_id: str, request: Request) -> dict[str, Any] | None:
+        """The row that answers a request, where an earlier task had finished it."""
+        row = self._old[number].get(rollout_id)
+        same = row and row["seed"] == request.seed and row["prompt_ids"] == request.prompt_ids
+        return row if same else None
+
+    def add(self, number: int, row: dict[str, Any]) -> None:
+        """Keep a row; the new ones are written once in a while."""
+        self._new[number].append(row)
+        if time.monotonic() - self._saved < _DRAFT_SECONDS:
+            return
+        for path, rows in zip(self._paths, self._new, strict=True):
+            if rows:
+                name = f".{path.name}.{self._key}.{uuid.uuid4().hex[:12]}.rows"
+                _write_part(rows, path.with_name(name))
+                rows.clear()
+        self._saved = time.monotonic()
+
+    def drop(self, number: int) -> None:
+        """The part is written: its drafts, whoever made them, are no longer needed."""
+        self._new[number].clear()
+        for file in self._files(number, "*"):
+            file.unlink(missing_ok=True)
 
 
 def _timed(completions: Iterator[Completion]) -> Iterator[tuple[Completion, float]]:

@@ -1,0 +1,147 @@
+"""The rollout stage: what a row says, and what a killed task leaves to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from exgrpo_cli import tables
+from exgrpo_cli.engines import Completion, Engine, Request, Sampling
+from exgrpo_cli.engines.transformers import TransformersEngine
+from exgrpo_cli.recipe import Recipe, load_recipe
+from exgrpo_cli.stages import rollout as stage
+
+
+def row_of(completion: Completion) -> dict[str, Any]:
+    return stage.completion_row("p", 3, 1, "fresh", "step-00003", [5], completion, "x", 9)
+
+
+def test_a_row_says_where_its_mean_entropy_is_from() -> None:
+    tokens, logprobs = [7, 8], [-1.0, -3.0]
+    exact = row_of(Completion(0, tokens, logprobs, [0.5, 0.25], "stop", topk_entropy=9.0))
+    assert (exact["mean_entropy"], exact["entropy_source"]) == (0.375, "engine")
+    estimated = row_of(Completion(0, tokens, logprobs, None, "stop", topk_entropy=1.25))
+    assert (estimated["mean_entropy"], estimated["entropy_source"]) == (1.25, "topk")
+    sampled = row_of(Completion(0, tokens, logprobs, None, "stop"))
+    assert (sampled["mean_entropy"], sampled["entropy_source"]) == (2.0, "logprobs")
+    assert sampled["entropies"] is None
+    assert sampled["rollout_id"] == "s00003/p/01"
+
+
+class Stream:
+    """An engine that batches by itself, as vLLM does; it may be killed after some rows."""
+
+    name = "stream"
+
+    def __init__(self, inner: Engine, rows: int | None = None) -> None:
+        self._inner = inner
+        self._rows = rows
+        self.asked: list[Request] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        self.asked = list(requests)
+        for number, completion in enumerate(self._inner.generate(requests, sampling)):
+            if number == self._rows:
+                raise KeyboardInterrupt
+            yield completion
+
+    def load(self, policy: str) -> None:
+        self._inner.load(policy)
+
+    def sleep(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.fixture
+def recipe(demo_model: Path) -> Recipe:
+    sets = ["rollout.samples=4", "rollout.questions_per_part=3", "rollout.device=cpu"]
+    sets += ["rollout.max_new_tokens=24", "rollout.engine=transformers"]
+    return load_recipe(None, sets, {"model.path": str(demo_model)})
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "problem_id": f"q{i}",
+            "prompt": [{"role": "user", "content": f"{i}+{i + 1}="}],
+            "answer": str(2 * i + 1),
+            "verifier": "exact",
+            "source": "test",
+        }
+        for i in range(7)
+    ]
+    path = tmp_path / "problems.parquet"
+    tables.write_table("problems", tables.frame("problems", rows), path)
+    return path
+
+
+def test_a_killed_task_leaves_its_finished_rows_to_the_next(
+    demo_model: Path,
+    recipe: Recipe,
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage, "_DRAFT_SECONDS", 0.0)
+    inner = TransformersEngine(recipe, str(demo_model))
+    said: list[str] = []
+
+    def run(engine: Stream, out: str, *, name: str = "p", force: bool = False) -> pl.DataFrame:
+        stage.rollout(
+            problems=problems, out=tmp_path / out, policy=str(demo_model), policy_name=name,
+            step=0, recipe=recipe, engine=lambda: engine, force=force, log=said.append,
+        )  # fmt: skip
+        return tables.read_table("rollouts", tmp_path / out)
+
+    whole = run(Stream(inner), "whole")
+    assert whole.height == 28
+    with pytest.raises(KeyboardInterrupt):
+        run(Stream(inner, 13), "killed")
+    kept = [path for path in (tmp_path / "killed").iterdir() if path.name.endswith(".rows")]
+    assert kept
+    with pytest.raises(KeyboardInterrupt):
+        run(Stream(inner, 5), "killed")
+    other = Stream(inner, 0)  # another policy has no use for these rows
+    with pytest.raises(KeyboardInterrupt):
+        run(other, "killed", name="another")
+    last = Stream(inner)
+    again = run(last, "killed")
+    finished_parts = len(other.asked)  # rows of parts that were not written yet
+    assert len(last.asked) == 28 - 13 - 5
+    assert len(last.asked) < finished_parts
+    assert "rows that an interrupted task had finished are kept" in said[-1]
+    same = ["rollout_id", "token_ids", "text", "finish_reason", "seed", "tokens", "token_hash"]
+    assert again.select(same).equals(whole.select(same))
+    assert again.columns == whole.columns
+    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == sorted(
+        path.name for path in (tmp_path / "whole").iterdir()
+    )
+
+
+def test_force_samples_anew(
+    demo_model: Path,
+    recipe: Recipe,
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage, "_DRAFT_SECONDS", 0.0)
+    inner = TransformersEngine(recipe, str(demo_model))
+    for rows, force in ((3, False), (None, True)):
+        engine = Stream(inner, rows)
+        try:
+            stage.rollout(
+                problems=problems, out=tmp_path / "out", policy=str(demo_model), policy_name="p",
+                step=0, recipe=recipe, engine=lambda e=engine: e, force=force,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            assert not force
+    assert len(engine.asked) == 28
