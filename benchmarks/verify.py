@@ -162,6 +162,10 @@ def main() -> None:
     from exgrpo_cli import tables
     from exgrpo_cli.recipe import parse_recipe
     from exgrpo_cli.stages import verify as stage
+    from exgrpo_cli.verifiers.sure import number
+
+    def is_number(gold: str) -> bool:
+        return number(gold.strip().strip("$").strip()) is not None
 
     logging.disable(logging.CRITICAL)
     golds, origin = read_golds(options.data, options.questions, options.seed)
@@ -174,10 +178,10 @@ def main() -> None:
     began, used = time.perf_counter(), processor_seconds()
     loop, read, loop_each = [], [], []
     for row in rows:
+        start = time.perf_counter()
         gold, found = parse(f"\\boxed{{{by_id[row['problem_id']]}}}"), parse(row["text"])
-        parsed = time.perf_counter()
         loop.append(bool(verify(gold, found)))
-        loop_each.append(time.perf_counter() - parsed)
+        loop_each.append(time.perf_counter() - start)
         read.append(str(found[0]) if found else None)
     loop_seconds, loop_used = time.perf_counter() - began, processor_seconds() - used
 
@@ -222,7 +226,8 @@ def main() -> None:
         print(f"    {json.dumps(shown, ensure_ascii=False)}"[:400])
 
     right = sum(verdict["correct"] for verdict in verdicts)
-    each = [verdict["seconds"] for verdict in verdicts if verdict["seconds"] > 0]
+    asked = [verdict["seconds"] for verdict in verdicts]
+    each = [seconds for seconds in asked if seconds > 0]
     print(f"math-verify in a loop   {len(rows) / loop_seconds:9.1f} rollouts/s")
     print(
         f"exgrpo verify           {len(rows) / seconds:9.1f} rollouts/s, {options.workers} workers"
@@ -230,8 +235,12 @@ def main() -> None:
     print(f"ratio                   {loop_seconds / seconds:9.1f}")
     print(f"wall seconds            {loop_seconds:9.1f} and {seconds:.1f}")
     print(f"processor seconds       {loop_used:9.1f} and {stage_used:.1f}")
-    print(f"in the loop             {sum(loop_each):9.1f} s in verify, {slowest(loop_each)}")
+    print(f"in the loop             {sum(loop_each):9.1f} s, {slowest(loop_each)}")
     print(f"in exgrpo's workers     {sum(each):9.1f} s for {len(each)} pairs, {slowest(each)}")
+    for kind, plain in (("numbers", True), ("other golds", False)):
+        chosen = [i for i, row in enumerate(rows) if is_number(by_id[row["problem_id"]]) == plain]
+        peer, ours = (sum(x[i] for i in chosen) for x in (loop_each, asked))
+        print(f"  {kind:12} {len(chosen):9d} rollouts: {peer:9.1f} s and {ours:.1f} s")
     print(f"correct                 {right / len(rows):9.1%}")
     print(f"different verdicts      {same_answer:9d} on the same answer")
     print(f"                        {sum(classes.values()) - same_answer:9d} for another reason")

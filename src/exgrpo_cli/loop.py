@@ -493,6 +493,7 @@ def _train_in_processes(run: RunDir, step: int, recipe: Recipe, log: Log) -> dic
     """
     done = run.policy(step + 1).is_dir()
     if not done:
+        _return_memory()  # that this process scored with
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(recipe.train.processes), "-m", "exgrpo_cli"),

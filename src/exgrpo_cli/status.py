@@ -185,6 +185,8 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
             )
     elif found["rollout"].loose:
         expected = 0
+    elif expected is None:  # no plan was read: verdicts or scores may still tell
+        expected = max((n for f in found.values() for n in f.counts["part"]), default=None)
     for stage, folder in found.items():
         part = _parts(folder, "part", expected)
         complete = part["expected"] is not None and not part["missing"]

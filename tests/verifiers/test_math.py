@@ -144,6 +144,9 @@ def test_an_unparsable_gold_is_never_correct() -> None:
         assert (verdict.status, verdict.correct, verdict.reward) == ("unparsable", False, 0.0)
     assert check_gold("") is not None
     assert check_gold("np.arcsin(10/13)") is not None
+    # math-verify takes the last fraction out of what it cannot read
+    assert "a part of it: 2/3" in str(check_gold(r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}"))
+    assert check_gold("-3./2") is None
     assert check_gold(r"\frac{1}{2}") is None
 
 

@@ -187,11 +187,13 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
 
 def check_gold(answer: str) -> str | None:
     """Why the gold answer cannot be judged against; None when it can."""
-    gold = parse_math(answer)
+    gold, normal = _read(answer)
     if not gold:
         return "math-verify cannot read it"
     if all(isinstance(item, str) for item in gold):
         return "math-verify reads no expression in it, so it is compared as text"
+    if normal is None and not _ARITHMETIC.fullmatch(_inner(answer)):
+        return f"math-verify reads only a part of it: {show(gold[:1])}"
     return None
 
 
