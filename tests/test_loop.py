@@ -52,6 +52,13 @@ def test_a_refused_change_leaves_the_recipe(
     assert begun.recipe.read_bytes() == before
 
 
+def test_too_few_positions_are_said(demo_model: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    long = recipe(demo_model, "rollout.max_new_tokens=100000")
+    loop.prepare(RunDir(tmp_path / "run"), long, said.append)
+    assert sum("positions" in line and "cut off" in line for line in said) == 1
+
+
 def test_an_allowed_change_is_said_and_kept(begun: RunDir, demo_model: Path) -> None:
     said: list[str] = []
     changed = recipe(demo_model, "train.learning_rate=2e-5")

@@ -96,7 +96,7 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
         InputError: no problems given, or none that fit; settings that cannot train, or that this
             run was begun without.
     """
-    from exgrpo_cli.models import check_policy
+    from exgrpo_cli.models import check_policy, positions
     from exgrpo_cli.stages.rollout import check_sampling
 
     if run.root.exists() and not run.root.is_dir():
@@ -118,6 +118,13 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
                 f" exgrpo problems FILE --out {run.problems}"
             )
         import_into(run.problems, Path(recipe.problems.path), recipe, recipe.model.path, log)
+    limit = positions(recipe.model.path)
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    if limit is not None and limit < longest:
+        log(
+            f"{recipe.model.path}: has {limit} positions, and rollout.max_prompt_tokens +"
+            f" rollout.max_new_tokens is {longest}; responses will be cut off there"
+        )
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))

@@ -82,6 +82,16 @@ def check_tokenizer(path: str) -> str:
     return source
 
 
+def positions(path: str) -> int | None:
+    """The most tokens that a local policy's config allows for; None where it does not say."""
+    base = Path(adapter_base(path) if is_adapter(path) else path)
+    if not (base / "config.json").is_file():
+        return None
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    found = config.get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 def resolve_device(name: str) -> torch.device:
     """``auto`` to cuda, else mps, else cpu; other names as torch knows them.
 
