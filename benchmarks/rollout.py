@@ -181,23 +181,24 @@ def speed(options: argparse.Namespace) -> None:
         rates: dict[str, list[float]] = {name: [] for name in ways}
         used: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(options.rounds + 1):
-            for name, way in ways.items():
+            for name, way in sorted(ways.items(), reverse=number % 2 == 1):  # to and fro
                 engine.llm.reset_prefix_cache()
                 began, cpu = time.perf_counter(), time.process_time()
                 tokens = way()
                 seconds = time.perf_counter() - began
-                if number == 0 and name in list(ways)[:2]:
+                if number == 0 and way in (stage, bare):
                     print(f"  warm-up: {name}: {len(requests)} rows, {tokens} tokens")
                 if number:
                     rates[name].append(tokens / seconds)
                     used[name].append((time.process_time() - cpu) / tokens * 1e6)
         engine.close()
-        reference = statistics.median(rates["LLM.generate, the same"])
-        print(f"median of {options.rounds} turns; load {os.getloadavg()[0]:.1f}")
+        reference = rates["LLM.generate, the same"]
+        print(f"medians of {options.rounds} turns; load of the machine {os.getloadavg()[0]:.1f}")
         for name in ways:
             middle = statistics.median(rates[name])
+            ratio = statistics.median(a / b for a, b in zip(rates[name], reference, strict=True))
             print(
-                f"{name:38} {middle:9.0f} tokens/s  {middle / reference:5.2f}"
+                f"{name:38}{middle:7.0f} tokens/s {ratio:5.2f}"
                 f"  ({min(rates[name]):.0f} to {max(rates[name]):.0f};"
                 f" this process {statistics.median(used[name]):.1f} µs a token)"
             )

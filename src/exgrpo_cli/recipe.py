@@ -243,7 +243,9 @@ class TrainSettings(Section):
     )
     minibatch_questions: int = Field(64, ge=1, description="questions an optimizer update")
     tokens_per_microbatch: int = Field(16384, ge=1, description="tokens of one pass on one device")
-    gradient_checkpointing: bool = Field(False, description="recompute activations, save memory")
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        "auto", description="recompute activations to save memory; auto: on a GPU"
+    )
     processes: int = Field(
         1,
         ge=1,

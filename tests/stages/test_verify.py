@@ -308,6 +308,13 @@ def test_a_null_is_named_by_its_row(tmp_path: Path, problems: Path) -> None:
         verify(file, problems, tmp_path / "v.parquet", RECIPE)
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e9, 0.0, -1.0])
+def test_the_limit_is_a_time(timeout: float) -> None:
+    with pytest.raises(InputError, match=r"verify\.timeout") as caught:
+        parse_recipe({"verify": {"timeout": timeout}}, "test")
+    assert "\n" not in str(caught.value)
+
+
 def test_explain_on_the_command_line(tmp_path: Path, problems: Path, exgrpo: Exgrpo) -> None:
     rollouts = write_parts(tmp_path / "rollouts", 1)
     done = exgrpo(

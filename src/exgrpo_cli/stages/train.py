@@ -184,7 +184,7 @@ def _train(
     ranks = distributed.ranks()
     where = f"{ranks} processes, {device.type}" if ranks > 1 else str(device)
     log(f"train step {step}: opening {policy} on {where}")
-    model = _open_policy(policy, recipe, torch.device("cpu") if ranks > 1 else device)
+    model = _open_policy(policy, recipe, device, torch.device("cpu") if ranks > 1 else device)
     head = open_head(model, distributed.shard(model, device))
     rows = [row for group in groups for row in group]
     check_rows(
@@ -319,8 +319,17 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 # --- models ---------------------------------------------------------------------------------
 
 
-def _open_policy(policy: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """The policy with its trained parameters in float32 and everything else frozen."""
+def _open_policy(
+    policy: str, recipe: Recipe, device: torch.device, at_first: torch.device
+) -> PreTrainedModel:
+    """The policy with its trained parameters in float32 and everything else frozen.
+
+    Args:
+        policy: a folder or hub name.
+        recipe: ``lora``, ``train`` and ``model``.
+        device: where it will be trained.
+        at_first: where it is put now.
+    """
     from exgrpo_cli.models import is_adapter, load_model, training_dtype
 
     lora = recipe.lora
@@ -329,7 +338,7 @@ def _open_policy(policy: str, recipe: Recipe, device: torch.device) -> PreTraine
             f"{policy}: this policy is an adapter and lora.enabled is false; set it to true to"
             " train the adapter on, or merge it into its base model first"
         )
-    model: Any = load_model(policy, recipe.model, device, training_dtype(recipe, device))
+    model: Any = load_model(policy, recipe.model, at_first, training_dtype(recipe, device))
     if is_adapter(policy):
         model.set_adapter(model.active_adapter)
     elif lora.enabled:
@@ -346,7 +355,8 @@ def _open_policy(policy: str, recipe: Recipe, device: torch.device) -> PreTraine
             model = get_peft_model(model, config)
         except ValueError as error:
             raise InputError(f"lora.targets = {lora.targets}: {error}") from error
-    if recipe.train.gradient_checkpointing:
+    recompute = recipe.train.gradient_checkpointing
+    if recompute is True or (recompute == "auto" and device.type == "cuda"):
         inner = model.get_base_model() if hasattr(model, "peft_config") else model
         inner.gradient_checkpointing_enable({"use_reentrant": False})
     return model

@@ -278,7 +278,7 @@ def _job(
         return Job(verifier, answer, extracted)
     try:
         values = json.loads(metadata) if metadata else {}
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or an integer too long to be read
         values = None
     if not isinstance(values, dict):
         raise InputError(
