@@ -333,13 +333,6 @@ def test_explain_on_the_command_line(tmp_path: Path, problems: Path, exgrpo: Exg
 
 def test_explain(tmp_path: Path, problems: Path) -> None:
     rollouts = write_parts(tmp_path / "rollouts")
-    right = explain(rollouts, problems, "s00000/m/01", RECIPE)
-    assert right["answer"] == r"\frac{1}{2}"
-    assert right["extracted"] == "0.5"
-    assert right["correct"] is True
-    assert right["status"] == "ok"
-    assert "1/2" in right["parsed_answer"]
-    assert "equal" in right["why"]
     wrong = explain(rollouts, problems, "s00000/c/02", RECIPE)
     assert (wrong["parsed_answer"], wrong["parsed_extracted"]) == ("B", "C")
     assert wrong["why"] == "C, not B"

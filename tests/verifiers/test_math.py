@@ -37,7 +37,7 @@ def plain(gold: str, answer: str) -> bool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(2, timeout=20) as pool:
+    with Pool(1, timeout=20) as pool:
         yield pool
 
 

@@ -72,21 +72,19 @@ def test_plain_numbers(gold: str, answer: str) -> None:
         assert known == plain(gold, answer)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(-99_999, 99_999), st.sampled_from([2, 4, 5, 8, 16, 20, 25]), st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+@given(st.integers(-99_999, 99_999), st.sampled_from([2, 4, 5, 8, 16, 20, 25]), st.integers(0, 2))
 def test_a_fraction_and_its_decimal(numerator: int, denominator: int, zeros: int) -> None:
     numerator = numerator or 1
     fraction = written(numerator, denominator, "SA/B")
     decimal = f"{numerator / denominator:.4f}".rstrip("0")
     decimal += "0" * max(zeros, decimal.endswith("."))
-    if float(decimal) != numerator / denominator:
-        return
     assert equal_numbers(fraction, decimal) is True
     assert plain(fraction, decimal)
     assert plain(decimal, fraction)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(-9_999, 9_999),
     st.integers(1, 999),
