@@ -91,12 +91,12 @@ class RolloutSettings(Section):
     entropies: bool = Field(
         True, description="keep per-token entropies where the engine has exact ones"
     )
-    entropy_top_k: int = Field(
-        0,
+    entropy_top_k: int | None = Field(
+        None,
         ge=0,
         le=20,
         description="vLLM: estimate mean entropy from so many most probable tokens; 0: from the"
-        " sampled ones; for runs without score",
+        " sampled ones; default 8 where score.enabled is false, else 0",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps (transformers engine)")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's share of the GPU")
@@ -321,6 +321,12 @@ class Recipe(Section):
     def length_divisor(self) -> int:
         """The fixed length that token sums are divided by."""
         return self.objective.length_divisor or self.rollout.max_new_tokens
+
+    @property
+    def entropy_top_k(self) -> int:
+        """How many tokens the engine's entropies are estimated from; none where score follows."""
+        given = self.rollout.entropy_top_k
+        return given if given is not None else 0 if self.score.enabled else 8
 
     @property
     def stored_upper(self) -> int:

@@ -220,7 +220,7 @@ def training_sampling(recipe: Recipe) -> Sampling:
         settings.temperature,
         settings.max_new_tokens,
         entropies=settings.entropies,
-        entropy_top_k=settings.entropy_top_k,
+        entropy_top_k=recipe.entropy_top_k,
     )
 
 
