@@ -235,6 +235,8 @@ def main() -> None:
     print(f"ratio                   {loop_seconds / seconds:9.1f}")
     print(f"wall seconds            {loop_seconds:9.1f} and {seconds:.1f}")
     print(f"processor seconds       {loop_used:9.1f} and {stage_used:.1f}")
+    free = loop_used / stage_used * options.workers
+    print(f"ratio at best           {free:9.1f} with {options.workers} cores free for it")
     print(f"in the loop             {sum(loop_each):9.1f} s, {slowest(loop_each)}")
     print(f"in exgrpo's workers     {sum(each):9.1f} s for {len(each)} pairs, {slowest(each)}")
     for kind, plain in (("numbers", True), ("other golds", False)):
