@@ -167,6 +167,7 @@ def make_tables(run: RunDir, step: int, hostile: str = "") -> None:
                 "step": step,
                 "collected_step": step,
                 "logprob_source": "score",
+                "reward": 1.0,
                 "mean_entropy": 0.25,
                 "entropy_source": "score",
                 "entropy_policy": step_name(step),
@@ -184,6 +185,7 @@ def make_tables(run: RunDir, step: int, hostile: str = "") -> None:
         [
             {
                 **row,
+                "reward": 1.0,
                 "entropy_policy": step_name(step),
                 "part": f"rollouts/{step_name(step)}/{tables.part_name(0, 2)}",
             }

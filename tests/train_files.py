@@ -102,7 +102,7 @@ def make_step(folder: Path, policy, step=0, *, replay=True, scores=True, seed=0,
         "step": step, "problem_id": "q0", "rollout_id": "s00000/past/01", "collected_step": 0,
         "prompt_ids": replay_prompt,
         "token_ids": past, "logprobs": (-3 * torch.rand(len(past), generator=generator)).tolist(),
-        "logprob_source": "score", "mean_entropy": 1.0, "entropy_source": "score",
+        "logprob_source": "score", "reward": 1.0, "mean_entropy": 1.0, "entropy_source": "score",
         "entropy_policy": "", "bucket": "hard", "successes": 1, "attempts": SAMPLES, "rank": 1,
         "candidates": 1,
     }  # fmt: skip

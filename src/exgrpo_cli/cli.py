@@ -42,6 +42,7 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
         except typer.Exit:
             raise
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more: end at once, in silence
             _say("interrupted; what was finished is kept, the same command goes on")
             raise SystemExit(130) from None
         except BrokenPipeError:
@@ -1074,7 +1075,8 @@ def _step(place: RunDir, step: int | None, kind: str, given: Path | None, mend: 
     if step is None:
         return infer_step(place, kind, mend)
     if step not in place.steps(kind):
-        raise InputError(f"{place.root}: step {step} has no {kind} yet; {mend} --step {step}")
+        what = {"curated": "curated batch"}.get(kind, kind)
+        raise InputError(f"{place.root}: step {step} has no {what} yet; {mend} --step {step}")
     return step
 
 

@@ -238,5 +238,6 @@ def infer_step(run: RunDir, kind: str, mend: str) -> int:
     """
     steps = run.steps(kind)
     if not steps:
-        raise InputError(f"{run.root}: no {kind} yet; {mend}")
+        what = {"curated": "curated batch"}.get(kind, kind)
+        raise InputError(f"{run.root}: no {what} yet; {mend}")
     return steps[-1]

@@ -477,6 +477,16 @@ def test_other_limits_derive_anew_and_no_limit_was_there_before(run: RunDir) -> 
     assert set(pool(run)) == {"a", "b"}
 
 
+def test_tables_of_an_earlier_version_are_derived_anew(run: RunDir) -> None:
+    fill_pool(run, make_recipe(), {"a": "1100"})
+    write_step(run, 2, group(2, "c", "1000"))
+    old = tables.read_table("experience", run.experience).drop("reward")
+    old.write_parquet(run.experience)
+    tables.write_json(run.curation, json.loads(run.curation.read_text()) | {"version": 1})
+    assert curate(run, 2, make_recipe())["rebuilt"] is True
+    assert set(pool(run)) == {"a", "c"}
+
+
 def test_the_pool_lies_in_order_of_entry(run: RunDir) -> None:
     fill_pool(run, make_recipe(), {"b": "1110", "a": "1100"})
     write_step(run, 2, group(2, "a", "011", "replay") + group(2, "c", "1000"), parts=3)
@@ -529,6 +539,7 @@ def test_selection_by_what_was_recorded(run: RunDir, selection: str, chosen: str
     assert made["prompt_ids"] == expected["prompt_ids"]
     assert made["logprobs"] == expected["logprobs"]
     assert made["logprob_source"] == "engine"
+    assert made["reward"] == 1.0
     assert made["mean_entropy"] == pytest.approx(expected["mean_entropy"])
     assert (made["entropy_source"], made["entropy_policy"]) == (
         "logprobs",

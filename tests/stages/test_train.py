@@ -240,6 +240,27 @@ def test_truncated_importance_correction_weighs_fresh_tokens(tmp_path, model_fol
     assert 0 < capped < tokens
 
 
+def test_a_replayed_success_has_the_reward_that_it_was_collected_with(tmp_path):
+    import polars as pl
+
+    files = make_step(tmp_path, tiny())
+    file = files["curated"]
+    past = tables.read_table("curated", file).with_columns(reward=pl.lit(1.5, dtype=pl.Float32))
+    tables.write_table("curated", past, file)
+    reward = dict(
+        tables.read_table("verdicts", files["verdicts"]).select("rollout_id", "reward").iter_rows()
+    )
+    group = next(
+        group
+        for group in stage._read_groups(
+            files["rollouts"], files["verdicts"], None, file, 0, recipe()
+        )
+        if group[0].replayed
+    )
+    others = [reward[row.rollout_id] for row in group[1:]]
+    assert group[0].advantage == pytest.approx(1.5 - (1.5 + sum(others)) / SAMPLES)
+
+
 def test_what_the_batch_was_like_is_in_the_metrics(tmp_path, model_folder):
     import polars as pl
 

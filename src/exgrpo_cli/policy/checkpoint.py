@@ -357,17 +357,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def prune_trainers(latest: Path, keep: int) -> list[Path]:
     """Remove old trainer states beside the latest, so that ``keep`` remain.
 
-    Only folders named ``step-00007`` and so on are looked at, and none after the latest.
+    Only folders named like the latest are looked at (``step-00007``, or ``step-00007-trainer`` and
+    so on where that is its form), and none after it: policies may lie there too.
 
     Returns:
         What was removed.
     """
-    older = sorted(
-        path
-        for path in latest.parent.glob("step-*")
-        if re.fullmatch(r"step-\d{5,}", path.name) and path.name <= latest.name and path.is_dir()
-    )
-    removed = older[: max(len(older) - keep, 0)]
+    form = re.fullmatch(r"step-(\d{5,})(.*)", latest.name)
+    if form is None:
+        return []
+    found = []
+    for path in latest.parent.glob("step-*"):
+        match = re.fullmatch(r"step-(\d{5,})" + re.escape(form[2]), path.name)
+        if match and int(match[1]) <= int(form[1]) and (path / "trainer.json").is_file():
+            found.append((int(match[1]), path))
+    removed = [path for _, path in sorted(found)[: max(len(found) - keep, 0)]]
     for path in removed:
         shutil.rmtree(path)
     return removed

@@ -26,7 +26,8 @@ def packs(lengths: Sequence[int], tokens: int, multiple: int = 1) -> list[list[i
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    count = -(-max(sum(lengths) // tokens, 1) // multiple) * multiple
+    full = sum(min(length, tokens) for length in lengths) // tokens  # a longer row is one pack
+    count = -(-max(full, 1) // multiple) * multiple
     while True:
         found = _emptiest_first(lengths, order, count)
         loads = [sum(lengths[row] for row in pack) for pack in found]

@@ -16,6 +16,7 @@ WITH candidates AS (
         e.step,
         e.sample,
         e.part,
+        e.reward,
         CASE WHEN e.entropy_source = 'score' THEN e.entropy_policy END AS collected_policy,
         -- Under the current policy where that is known, else as it was when it was collected.
         coalesce(s.mean_entropy, e.mean_entropy) AS mean_entropy,
@@ -54,6 +55,7 @@ SELECT
     c.rollout_id,
     c.step AS collected_step,
     c.part,
+    c.reward,
     c.collected_policy, -- whose exact log-probabilities were recorded; null where none were
     c.mean_entropy,
     c.entropy_source,

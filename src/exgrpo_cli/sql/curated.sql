@@ -14,6 +14,7 @@ SELECT
     t.token_ids,
     coalesce(s.logprobs, t.logprobs) AS logprobs,
     CASE WHEN s.rollout_id IS NULL THEN 'engine' ELSE 'score' END AS logprob_source,
+    c.reward,
     c.mean_entropy,
     c.entropy_source,
     c.entropy_policy,

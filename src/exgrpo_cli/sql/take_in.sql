@@ -97,7 +97,7 @@ WITH known AS (
     WHERE problem_id IN (SELECT problem_id FROM step_groups)
 )
 SELECT
-    r.rollout_id, r.problem_id, r.step, r.sample, r.tokens, r.token_hash,
+    r.rollout_id, r.problem_id, r.step, r.sample, r.tokens, r.token_hash, r.reward,
     r.mean_entropy, r.mean_logprob, r.entropy_source, r.entropy_policy, r.part
 FROM step_rows AS r
 JOIN step_groups AS g ON g.problem_id = r.problem_id AND g.role = r.role

@@ -46,7 +46,8 @@ SET VARIABLE from_experience = (SELECT CASE WHEN count(*) > 0
     THEN 'SELECT * FROM read_parquet(''experience.parquet'')'
     ELSE 'SELECT NULL::VARCHAR AS rollout_id, NULL::VARCHAR AS problem_id, NULL::INTEGER AS step,
         NULL::INTEGER AS sample, NULL::INTEGER AS tokens, NULL::VARCHAR AS token_hash,
-        NULL::FLOAT AS mean_entropy, NULL::FLOAT AS mean_logprob, NULL::VARCHAR AS entropy_source,
+        NULL::FLOAT AS reward, NULL::FLOAT AS mean_entropy, NULL::FLOAT AS mean_logprob,
+        NULL::VARCHAR AS entropy_source,
         NULL::VARCHAR AS entropy_policy, NULL::VARCHAR AS part WHERE false'
     END FROM glob('experience.parquet'));
 CREATE OR REPLACE VIEW experience AS FROM query(getvariable('from_experience'));
@@ -66,7 +67,7 @@ SET VARIABLE from_curated = (SELECT CASE WHEN count(*) > 0
     ELSE 'SELECT NULL::INTEGER AS step, NULL::VARCHAR AS problem_id, NULL::VARCHAR AS rollout_id,
         NULL::INTEGER AS collected_step, NULL::INTEGER[] AS prompt_ids,
         NULL::INTEGER[] AS token_ids, NULL::FLOAT[] AS logprobs, NULL::VARCHAR AS logprob_source,
-        NULL::FLOAT AS mean_entropy, NULL::VARCHAR AS entropy_source,
+        NULL::FLOAT AS reward, NULL::FLOAT AS mean_entropy, NULL::VARCHAR AS entropy_source,
         NULL::VARCHAR AS entropy_policy, NULL::VARCHAR AS bucket, NULL::INTEGER AS successes,
         NULL::INTEGER AS attempts, NULL::INTEGER AS rank, NULL::INTEGER AS candidates,
         NULL::VARCHAR AS file WHERE false'

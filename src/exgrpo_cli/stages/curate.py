@@ -498,7 +498,7 @@ def _write_tables(
     tables.write_json(
         run.curation,
         {
-            "version": 1,
+            "version": _VERSION,
             "last_step": state.last,
             "replay_from": state.replay_from,
             "settings": _all_settings(recipe),
@@ -506,6 +506,9 @@ def _write_tables(
         },
     )
 
+
+# Tables of another version are derived anew: 2 has rewards.
+_VERSION = 2
 
 # Ids and hashes are all different: trying a dictionary of them took most of the time of writing.
 _PARQUET = "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000"
@@ -526,7 +529,7 @@ def _read_curation(run: RunDir) -> dict[str, Any] | None:
         recorded = json.loads(run.curation.read_text(encoding="utf-8"))
     except (ValueError, OSError):
         return None
-    if not isinstance(recorded, dict) or recorded.get("version") != 1:
+    if not isinstance(recorded, dict) or recorded.get("version") != _VERSION:
         return None
     return recorded
 

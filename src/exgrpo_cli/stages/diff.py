@@ -157,7 +157,7 @@ def _common_totals(pairs: Sequence[tuple[Choice, Choice]]) -> dict[str, int]:
 
 # Of the totals: what is shown, in this order.
 _ROWS = {
-    "replay_from": "first step with replay",
+    "replay_from": "replay is on from step",
     "fresh": "fresh questions planned",
     "replay": "replay questions planned",
     "replayed": "trajectories replayed",

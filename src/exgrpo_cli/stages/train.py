@@ -47,7 +47,7 @@ def train(
     """Update the policy of step t on the mixed batch of step t.
 
     The batch: a fresh question's rollouts are a group; a replay question's rollouts and its
-    curated trajectory (first, with reward 1) are a group whose advantages come from all its
+    curated trajectory (first, with the reward that it was collected with) are a group whose advantages come from all its
     rewards together. A replay question without a curated trajectory is a fresh group.
 
     With ``objective.truncated = "zero_advantage"`` (as DAPO's overlong filtering, arXiv 2503.14476,
@@ -447,7 +447,7 @@ def _read_groups(
             replayed=True,
             old=torch.tensor(row["logprobs"], dtype=torch.float32),
         )
-        members.setdefault(key, []).insert(0, (member, 1.0))
+        members.setdefault(key, []).insert(0, (member, row["reward"]))
 
     ordered = [members[key] for key in sorted(members)]
     values = torch.tensor([r for group in ordered for _, r in group], dtype=torch.float64)
@@ -532,7 +532,7 @@ def _read_scores(
 
 
 def _read_curated(paths: Paths, step: int) -> list[dict[str, Any]]:
-    columns = ["step", "problem_id", "rollout_id", "prompt_ids", "token_ids", "logprobs"]
+    columns = ["step", "problem_id", "rollout_id", "prompt_ids", "token_ids", "logprobs", "reward"]
     data = tables.read_table("curated", paths, columns)
     _refuse_other_steps(data, step, _named(paths))
     _refuse_repeats(data, ["problem_id"], _named(paths))
