@@ -315,3 +315,8 @@ def test_ctrl_c_is_130_and_leaves_no_process(demo_model: Path, tmp_path: Path) -
     _, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
     assert not list(run.rglob("*.tmp"))
+
+
+def test_a_trainer_state_that_is_named_must_be_there(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    done = exgrpo("train", tmp_path, "--step", 0, "--trainer", tmp_path / "no", code=2)
+    assert "no such trainer state" in done.stderr

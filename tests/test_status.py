@@ -181,6 +181,7 @@ def test_half_made_runs(call: Call, tmp_path: Path) -> None:
     assert "no such run directory" in call("status", tmp_path / "none", code=2)
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
+    assert "not a run directory" in call("status", tmp_path, code=2)
     assert following(run.root) == f"exgrpo init {run.root} --recipe RECIPE.toml"
     assert "next: exgrpo init" in call("status", run.root)
     tables.write_text(run.recipe, "seed = 1\n")

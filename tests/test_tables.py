@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -143,6 +144,21 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         fail()
     assert path.read_text() == '{\n  "a": 1\n}\n'
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("io: Disk quota exceeded (os)"),
+    ],
+)
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path, error: Exception) -> None:
+    for write in (tables.atomic_path, tables.atomic_folder):
+        with pytest.raises(OSError, match=r"No space|quota") as raised, write(tmp_path / "x"):
+            raise error
+        assert raised.value.filename == str(tmp_path / "x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_writer_leaves_no_half_file(tmp_path: Path) -> None:

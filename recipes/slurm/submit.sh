@@ -11,7 +11,8 @@
 #   GPU_OPTIONS="--partition=gpu --gres=gpu:1" CPU_OPTIONS="--partition=cpu"
 #   TRAIN_OPTIONS="--partition=gpu --nodes=2 --gres=gpu:8"     (default: GPU_OPTIONS)
 set -euo pipefail
-run=$1 first=$2 steps=$3 tasks=${4:-8}
+usage="usage: submit.sh RUN FIRST_STEP STEPS [TASKS]"
+run=${1:?$usage} first=${2:?$usage} steps=${3:?$usage} tasks=${4:-8}
 script=$(dirname "$0")/stage.sbatch
 read -ra gpu <<<"${GPU_OPTIONS:-}"
 read -ra cpu <<<"${CPU_OPTIONS:-}"

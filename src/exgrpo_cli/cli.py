@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +64,8 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
                 raise
             where = f"{error.filename}: " if error.filename else ""
             to_stderr(f"exgrpo: {where}{error.strerror or error}")
-            raise SystemExit(2 if error.filename else 1) from None
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise SystemExit(2 if error.filename and not full else 1) from None
         except Exception as error:
             if debug:
                 raise
@@ -554,6 +557,8 @@ def train(
 
     On several GPUs: torchrun --nproc-per-node N -m exgrpo_cli train RUN
     """
+    if trainer is not None and not trainer.is_dir():
+        raise InputError(f"{trainer}: no such trainer state")
     settings = _settings(
         run,
         recipe,

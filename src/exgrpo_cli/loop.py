@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -521,13 +521,25 @@ def _train_in_processes(run: RunDir, step: int, recipe: Recipe, log: Log) -> dic
         for line in own:
             log(line)
         if process.returncode != 0:
-            reason = next((line for line in own if line.startswith("exgrpo: ")), lines[-1:] or "")
             raise StageError(
                 f"train step {step} failed in {recipe.train.processes} processes:"
-                f" {str(reason).removeprefix('exgrpo: ')}"
+                f" {_why_failed(lines)}"
             )
     result = train_step(run, step, recipe)
     return result if done else {k: v for k, v in result.items() if k != "skipped"}
+
+
+def _why_failed(lines: Sequence[str]) -> str:
+    """The reason in what torchrun and its processes said: the signal that ended the first one to
+    fail (others only miss it), else the first error of our own, else the last line."""
+    ranks = [line.split(":", 1)[1].strip() for line in lines if line.startswith("  rank ")]
+    ends = [line.split(":", 1)[1].strip() for line in lines if line.startswith("  exitcode ")]
+    if ranks and ends and ends[-1].startswith("-"):  # torchrun names the first failure last
+        return f"process {ranks[-1]} was ended, exit code {ends[-1]}; out of memory?"
+    for line in lines:
+        if line.startswith("exgrpo: "):
+            return line.removeprefix("exgrpo: ")
+    return next((line for line in reversed(lines) if line.strip("= -")), "nothing was said")
 
 
 def adopt(

@@ -265,10 +265,11 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         by hand; ``next``: ``step``, ``stage`` and ``command``.
 
     Raises:
-        InputError: the recipe is damaged.
+        InputError: the recipe is damaged, or the folder holds other things than a run.
     """
     recipe = load_recipe(run.recipe) if run.recipe.exists() else None
     settings = recipe or Recipe()
+    _check_is_run(run)
     trained = max(run.steps("policy"), default=0)
     shown = describe_step(run, trained if step is None else step, settings)
     current = shown if shown["step"] == trained else describe_step(run, trained, settings)
@@ -291,6 +292,17 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         "faults": faults,
         "next": _next(run, current, recipe),
     }
+
+
+def _check_is_run(run: RunDir) -> None:
+    """An empty folder may become a run; one with other things, such as runs, is a wrong path."""
+    names = {entry.name for entry in run.root.iterdir() if not entry.name.startswith(".")}
+    known = {"recipe.toml", "problems.parquet", "plan", "rollouts", "policy"}
+    if names and not names & known:
+        raise InputError(
+            f"{run.root}: not a run directory (neither recipe.toml nor problems.parquet nor"
+            " rollouts in it)"
+        )
 
 
 def next_stage(run: RunDir, recipe: Recipe | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ tasks, in any order, produces the same files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -186,8 +187,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     temporary.chmod(0o666 & ~umask())
     try:
-        yield temporary
-        fsync(temporary)
+        with _full_disk_named(path):
+            yield temporary
+            fsync(temporary)
         temporary.replace(path)
         fsync(path.parent)
     finally:
@@ -207,7 +209,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     temporary.chmod(path.parent.stat().st_mode & 0o777)
     try:
-        yield temporary
+        with _full_disk_named(path):
+            yield temporary
         mask = umask()
         for folder, _, files in os.walk(temporary):
             for name in files:
@@ -221,6 +224,21 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         fsync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    """A full disk or quota as an OSError that names the file.
+
+    Python's own has no name, and polars and safetensors raise errors of their own.
+    """
+    try:
+        yield
+    except Exception as error:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+                raise OSError(number, os.strerror(number), str(path)) from error
+        raise
 
 
 def umask() -> int:

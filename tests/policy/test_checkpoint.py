@@ -200,6 +200,17 @@ def test_an_optimizer_that_never_stepped_can_be_saved(tmp_path):
     model = tiny()
     save(tmp_path / "t", model, make_optimizer(model, SETTINGS), updates=0)
     assert checkpoint.load_trainer(tmp_path / "t", model, trained(model), step=1) == 0
+    # Several processes have nothing to write then.
+    (tmp_path / "t" / "optimizer.safetensors").unlink()
+    assert checkpoint.load_trainer(tmp_path / "t", model, trained(model), step=1) == 0
+
+
+def test_a_missing_file_of_a_state_is_noticed(tmp_path):
+    model = tiny()
+    save(tmp_path / "t", model, trained(model), masters=True)
+    (tmp_path / "t" / "masters.safetensors").unlink()
+    with pytest.raises(InputError, match="a file is missing from this trainer state"):
+        checkpoint.load_trainer(tmp_path / "t", model, make_optimizer(model, SETTINGS), step=1)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +256,25 @@ def test_masters_of_another_policy_are_refused(tmp_path):
 def test_pruning_keeps_the_newest(tmp_path):
     for name in ("step-00001", "step-00002", "step-00010", "step-00011", "notes"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer.json").touch()
     removed = checkpoint.prune_trainers(tmp_path / "step-00010", keep=2)
     assert [p.name for p in removed] == ["step-00001"]
     assert (tmp_path / "step-00011").is_dir()
     assert (tmp_path / "notes").is_dir()
+
+
+def test_pruning_leaves_policies_beside_the_states(tmp_path):
+    """As `exgrpo train --out DIR/step-00003` puts them."""
+    for number in (1, 2, 3):
+        (tmp_path / f"step-0000{number}").mkdir()
+        (tmp_path / f"step-0000{number}-trainer").mkdir()
+        (tmp_path / f"step-0000{number}-trainer" / "trainer.json").touch()
+    removed = checkpoint.prune_trainers(tmp_path / "step-00003-trainer", keep=1)
+    assert [p.name for p in removed] == ["step-00001-trainer", "step-00002-trainer"]
+    assert len(list(tmp_path.glob("step-0000?"))) == 3
+    # Neither where a state of another name lies beside them, nor a state that lies among them.
+    assert checkpoint.prune_trainers(tmp_path / "state", keep=1) == []
+    (tmp_path / "step-00004").mkdir()
+    (tmp_path / "step-00004" / "trainer.json").touch()
+    assert checkpoint.prune_trainers(tmp_path / "step-00004", keep=1) == []
+    assert len(list(tmp_path.glob("step-0000?"))) == 4

@@ -369,6 +369,9 @@ def test_packs_are_few_and_even():
     loads = [sum(lengths[row] for row in pack) for pack in packs(lengths, 260)]
     assert loads == [260, 240]
     assert packs([5, 5], 100, multiple=4)[2:] == [[], []]
+    # Rows beyond the budget are one pack each, and make no empty ones.
+    assert packs([90, 70, 50], 10) == [[0], [1], [2]]
+    assert packs([90, 4, 3, 3], 10) == [[0], [1, 2, 3]]
 
 
 @given(lengths=st.lists(st.integers(0, 60)), budget=st.integers(1, 200))

@@ -1297,7 +1297,8 @@ def test_damaged_and_misplaced_files_are_named(run: RunDir) -> None:
     path.write_bytes(whole)
     with pytest.raises(InputError, match="column correct is missing"):
         curate(run, 0, recipe)
-    write_step(run, 0, group(1, "a", "1100"))
+    write_step(run, 0, group(0, "a", "1100"))
+    write_rollouts(run, 0, group(1, "a", "1100"))  # verify would find nothing to do
     with pytest.raises(InputError, match="is of another step than 0"):
         curate(run, 0, recipe)
     rows = group(0, "a", "1100")

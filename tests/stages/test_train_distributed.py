@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from exgrpo_cli.loop import _why_failed
 from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.stages.train import train
 from small_runs import SMALL
@@ -155,6 +156,31 @@ def test_the_loop_and_slurm_train_in_processes(tmp_path, exgrpo, demo_model):
         line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
         assert line["train/updates"] >= 1
         assert ("time/train" in line) == (name == "loop")
+
+
+SAID = """Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 17183)  (SIGTERM)
+  traceback : Signal 15 (SIGTERM) received by PID 17183
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : %s
+=======================================================
+"""
+
+
+def test_the_loop_names_why_a_process_failed():
+    """What torchrun prints at its end, shortened."""
+    miss = "exgrpo: RuntimeError: connection closed by peer"
+    killed = SAID % "-9 (pid: 17184)  (SIGKILL)"
+    assert "1 (local_rank: 1) was ended, exit code -9 (pid: 17184)  (SIGKILL)" in _why_failed(
+        [miss, *killed.splitlines()]
+    )
+    failed = SAID % "2 (pid: 17184)"
+    assert _why_failed(["exgrpo: too bad", *failed.splitlines()]) == "too bad"
+    assert _why_failed(["Traceback", "ImportError: no torch", "====="]) == "ImportError: no torch"
 
 
 def free_port():

@@ -231,6 +231,7 @@ def save_trainer(
             "updates": updates,
             "optimizer": type(optimizer).__name__,
             "parameters": len(names),
+            "tensors": len(tensors) + len(weights),
             "metrics": dict(metrics),
             "notes": dict(notes or {}),
         }
@@ -275,7 +276,7 @@ def load_trainer(
             f"{path}: {description['parameters']} parameters were trained, this policy has"
             f" {len(parameters)}; it is another model's"
         )
-    found = _read_state(path, parameters)
+    found = _read_state(path, parameters, description.get("tensors"))
     masters = {name: found.pop(name) for name in list(found) if name in parameters}
     if masters:
         _put_masters(path, masters, parameters)
@@ -290,19 +291,39 @@ def load_trainer(
     return int(description["updates"])
 
 
-def _read_state(path: Path, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """A trainer state's tensors, sharded as the parameters are that they belong to."""
+def _read_state(
+    path: Path, parameters: Mapping[str, nn.Parameter], expected: int | None
+) -> dict[str, Tensor]:
+    """A trainer state's tensors, sharded as the parameters are that they belong to.
+
+    Args:
+        path: the folder.
+        parameters: that are trained.
+        expected: how many tensors there are: none while every update was left out.
+    """
+    if expected == 0:
+        return {}
     if not any(path.glob("shard-*.safetensors")) and not (path / "optimizer.safetensors").exists():
         raise InputError(f"{path / 'optimizer.safetensors'}: missing from this trainer state")
     try:
         shapes = distributed.saved_tensors(path)
     except Exception as error:  # safetensors and torch raise their own kinds on a damaged file
         raise InputError(f"{path}: not readable as safetensors: {error}") from error
+    if expected is not None and len(shapes) != expected:
+        raise InputError(
+            f"{path}: {len(shapes)} tensors of {expected}; a file is missing from this trainer"
+            " state, or lies there that is not of it"
+        )
     wanted: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         owner = name if name in parameters else name.rpartition("/")[0]
-        if owner not in parameters or shape not in (parameters[owner].shape, torch.Size()):
+        if owner not in parameters:
             raise InputError(f"{path}: {owner} is not in this policy; it is another model's")
+        if shape not in (parameters[owner].shape, torch.Size()):
+            raise InputError(
+                f"{path}: {name} is {list(shape)}, this policy's {list(parameters[owner].shape)};"
+                " a shard file is missing, or it is another model's"
+            )
         wanted[name] = (
             torch.zeros_like(parameters[owner], requires_grad=False)
             if shape == parameters[owner].shape

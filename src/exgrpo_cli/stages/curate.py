@@ -390,15 +390,15 @@ def _read_step(
             f"{run.rollouts(step)}: rollout_id {doubled} is there more than once, among the"
             " rollouts or among their verdicts; remove the doubled part"
         )
-    if unjudged:
-        raise InputError(
-            f"{run.verdicts(step)}: {unjudged} of {rows} rollouts of step {step} have no verdict"
-            f" (the first is {first_unjudged}); {mend}"
-        )
     if other_step is not None:
         raise InputError(
             f"{run.rollouts(step)}: rollout {other_step} is of another step than {step};"
             " the files were moved: put them back"
+        )
+    if unjudged:
+        raise InputError(
+            f"{run.verdicts(step)}: {unjudged} of {rows} rollouts of step {step} have no verdict"
+            f" (the first is {first_unjudged}); {mend}"
         )
     if other_role is not None:
         raise InputError(

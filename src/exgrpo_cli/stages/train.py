@@ -341,6 +341,10 @@ def _open_policy(
     model: Any = load_model(policy, recipe.model, at_first, training_dtype(recipe, device))
     if is_adapter(policy):
         model.set_adapter(model.active_adapter)
+        if device.type == "cuda" and recipe.train.autocast:
+            for parameter in model.parameters():  # whole modules that the adapter replaces
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
     elif lora.enabled:
         from peft import LoraConfig, get_peft_model
 
