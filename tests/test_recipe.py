@@ -52,6 +52,7 @@ def test_round_trip(seed: int, temperature: float, flag: bool, text: str) -> Non
         ("rollout.learning_rate", "rollout.learning_rate; did you mean train.learning_rate?"),
         ("curate.sigmas", "unknown key curate.sigmas; did you mean curate.sigma?"),
         ("sed", "unknown key sed; did you mean seed?"),
+        ("train.lora.rank", "unknown key train.lora; did you mean lora?"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(key: str, words: str) -> None:

@@ -340,6 +340,11 @@ def rollout(
         step = max(place.steps("policy"), default=0) if run is not None else 0
     if run is not None and plan is None:
         plan = ensure_plan(place, step, settings, to_stderr)
+    if force and run is not None and place.policy(step + 1).is_dir():
+        to_stderr(
+            f"step {step} is trained already: {place.policy(step + 1)} comes from the rollouts that"
+            " are replaced now"
+        )
     result = sample(
         problems=place.problems,
         plan=plan,

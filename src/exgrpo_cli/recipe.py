@@ -350,7 +350,10 @@ def _unknown_key(key: str) -> str:
     keys = list(known_keys())
     sections = [name for name, f in Recipe.model_fields.items() if f.annotation is not int]
     leaf = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, keys + sections, n=1, cutoff=0.6)
+    same_name = [name for name in keys + sections if name.rsplit(".", 1)[-1] == leaf]
+    near = difflib.get_close_matches(key, same_name or keys + sections, n=1, cutoff=0.6)
+    if not near and same_name:
+        near = same_name[:1]
     if not near:  # right name in the wrong section, or a slip in a short name
         leaves = {name.rsplit(".", 1)[-1]: name for name in keys}
         near = [leaves[n] for n in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)]
