@@ -707,6 +707,7 @@ def test_old_trainer_states_are_removed_when_asked(tmp_path, model_folder):
     arguments = make_step(tmp_path, tiny())
     old = arguments["out_trainer"].parent / "step-00000"
     old.mkdir(parents=True)
+    (old / "trainer.json").write_text("{}")
     run(arguments, model_folder, recipe(train={"keep": 1}))
     assert [p.name for p in old.parent.iterdir()] == ["step-00001"]
 
