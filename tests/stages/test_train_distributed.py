@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from exgrpo_cli.loop import _why_failed
 from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.stages.train import train
-from small_runs import SMALL
+from small_runs import SMALL, parts
 from train_files import make_step, recipe, tiny, weights
 
 ROOT = Path(__file__).parents[2]
@@ -121,10 +121,12 @@ exec "$@"
 """
 
 
-def test_the_loop_and_slurm_train_in_processes(tmp_path, exgrpo, demo_model):
-    """A step that only lacks its policy: made by one process, by the loop's two, by SLURM's."""
+def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, demo_model):
+    """A step that only lacks its policy: made by one process, by the loop's two, by SLURM's; and
+    a whole iteration in two processes of each stage."""
     run = tmp_path / "one"
     few = ["--set", "rollout.max_new_tokens=12", "--set", f"model.path={demo_model}"]
+    few += ["--set", "rollout.engine=transformers"]
     exgrpo("run", run, *SMALL, *few, "--steps", 1)
     for name in ("loop", "slurm"):
         shutil.copytree(run, tmp_path / name)
@@ -137,7 +139,8 @@ def test_the_loop_and_slurm_train_in_processes(tmp_path, exgrpo, demo_model):
     tools = tmp_path / "bin"
     tools.mkdir()
     scripts = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
-    scripts["torchrun"] = f'#!/usr/bin/env bash\n{sys.executable} -m torch.distributed.run "$@"\n'
+    for name, module in (("torchrun", "torch.distributed.run"), ("exgrpo", "exgrpo_cli")):
+        scripts[name] = f'#!/usr/bin/env bash\nexec {sys.executable} -m {module} "$@"\n'
     for name, text in scripts.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
@@ -149,7 +152,18 @@ def test_the_loop_and_slurm_train_in_processes(tmp_path, exgrpo, demo_model):
         | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "1"}
         | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port())},
     )
-    for name in ("loop", "slurm"):
+    exgrpo("init", tmp_path / "node", *SMALL, *few)
+    for _ in range(2):  # the second time nothing is left
+        subprocess.run(
+            [ROOT / "recipes/node.sh", tmp_path / "node", "1", "2"],
+            check=True,
+            timeout=300,
+            cwd=ROOT,
+            env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"},
+        )
+    sampled = [parts(tmp_path / name / "rollouts/step-00000") for name in ("one", "node")]
+    assert sampled[0].equals(sampled[1])
+    for name in ("loop", "slurm", "node"):
         assert len(list((tmp_path / name / "trainer/step-00001").glob("shard-*"))) == 2
         policy = tmp_path / name / "policy/step-00001"
         assert_close(weights(run / "policy/step-00001"), weights(policy))

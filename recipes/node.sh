@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Iterations of ExGRPO on all GPUs of one machine, without SLURM: rollout and score as one process a
+# GPU, each doing its shard of the parts, and training on all of them together. What exists is
+# skipped, so the same command goes on after a kill. It evaluates nothing: see exgrpo evaluate.
+#
+#   exgrpo init runs/mine --recipe recipes/qwen2.5-math-7b.toml --problems openr1.parquet
+#   recipes/node.sh RUN STEPS [GPUS]
+set -euo pipefail
+(($# >= 2)) || { echo "usage: $0 RUN STEPS [GPUS]" >&2; exit 2; }
+run=$1 steps=$2 gpus=${3:-$(nvidia-smi --list-gpus | wc -l)}
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+
+on_each_gpu() { # STAGE STEP
+  local i pid pids=()
+  for ((i = 0; i < gpus; i++)); do
+    CUDA_VISIBLE_DEVICES=$i exgrpo "$1" "$run" --step "$2" --shard "$i/$gpus" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid"; done
+}
+
+for ((step = 0; step < steps; step++)); do
+  [[ -d $run/policy/$(printf 'step-%05d' $((step + 1))) ]] && continue
+  on_each_gpu rollout "$step"
+  exgrpo verify "$run" --step "$step" & # on the CPUs, beside score
+  verify=$!
+  on_each_gpu score "$step"
+  wait "$verify"
+  exgrpo curate "$run" --step "$step"
+  torchrun --standalone --nproc-per-node "$gpus" -m exgrpo_cli train "$run" --step "$step"
+done
