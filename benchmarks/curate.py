@@ -2,7 +2,7 @@
 
     python benchmarks/curate.py                             # 100 000 stored trajectories
     python benchmarks/curate.py --trajectories 1000000      # 0.6 GB of disk for a while
-    python benchmarks/curate.py --trajectories 10000000 --no-peer --measured 1      # 6 GB, 30 min
+    python benchmarks/curate.py --trajectories 10000000 --tokens 20 --no-peer      # 1.7 GB, 15 min
 
 Makes a synthetic history (rollouts with token lists, verdicts) in which so many successes are
 stored, then curates it with the real stage, each time in a process of its own: once from the whole
