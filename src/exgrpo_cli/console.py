@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import math
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.tables import finite_or_none
 
 if TYPE_CHECKING:
     import duckdb
@@ -134,8 +134,7 @@ def _csv_cell(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """A value that JSON has: what is not finite is null."""
     if isinstance(value, float | Decimal):
-        value = float(value)
-        return value if math.isfinite(value) else None
+        return finite_or_none(float(value))
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

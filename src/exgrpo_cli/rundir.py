@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import is_first_process
-from exgrpo_cli.tables import write_json, write_text
+from exgrpo_cli.tables import finite_or_none, write_json, write_text
 
 
 def step_name(step: int) -> str:
@@ -137,10 +136,7 @@ class RunDir:
             stage: the file's name.
             metrics: slash-grouped names (``reward/mean``) to numbers; what is not finite is null.
         """
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in metrics.items()
-        }
+        finite = {name: finite_or_none(value) for name, value in metrics.items()}
         write_json(self.root / "metrics" / step_name(step) / f"{stage}.json", finite)
         # Lines of earlier steps stand; this step's, the one before (a kill may have come between
         # its two files) and any that are missing are made anew from the stages' files.

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -277,6 +278,11 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
+
+
+def finite_or_none(value: Any) -> Any:
+    """A value as JSON can have it: a float that is not finite becomes None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- reading ---------------------------------------------------------------------------------

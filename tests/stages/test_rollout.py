@@ -83,15 +83,16 @@ def problems(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_killed_task_leaves_its_finished_rows_to_the_next(
-    demo_model: Path,
-    recipe: Recipe,
-    problems: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def inner(demo_model: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> TransformersEngine:
+    """The demo model; rows are drafted at once."""
     monkeypatch.setattr(stage, "_DRAFT_SECONDS", 0.0)
-    inner = TransformersEngine(recipe, str(demo_model))
+    return TransformersEngine(recipe, str(demo_model))
+
+
+def test_a_killed_task_leaves_its_finished_rows_to_the_next(
+    inner: TransformersEngine, demo_model: Path, recipe: Recipe, problems: Path, tmp_path: Path
+) -> None:
     said: list[str] = []
 
     def run(engine: Stream, out: str, *, name: str = "p", force: bool = False) -> pl.DataFrame:
@@ -127,14 +128,8 @@ def test_a_killed_task_leaves_its_finished_rows_to_the_next(
 
 
 def test_force_samples_anew(
-    demo_model: Path,
-    recipe: Recipe,
-    problems: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    inner: TransformersEngine, demo_model: Path, recipe: Recipe, problems: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stage, "_DRAFT_SECONDS", 0.0)
-    inner = TransformersEngine(recipe, str(demo_model))
     for rows, force in ((3, False), (None, True)):
         engine = Stream(inner, rows)
         try:

@@ -237,8 +237,8 @@ def _train(
         metrics=metrics,
         notes=notes,
         skipped=[
-            {"update": one.update, "reason": one.reason, "norm": _or_none(one.norm)}
-            | {name: _or_none(value) for name, value in asdict(row).items()}
+            {"update": one.update, "reason": one.reason, "norm": tables.finite_or_none(one.norm)}
+            | {name: tables.finite_or_none(value) for name, value in asdict(row).items()}
             for one in result.skipped
             for row in one.rows
         ],
@@ -249,11 +249,6 @@ def _train(
     if recipe.train.keep is not None and distributed.rank() == 0:
         checkpoint.prune_trainers(out_trainer, recipe.train.keep)
     return metrics
-
-
-def _or_none(value: Any) -> Any:
-    """JSON has no NaN."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- settings -------------------------------------------------------------------------------
@@ -674,10 +669,7 @@ def _metrics(
         values["kl_reference"] = mean("kl_reference", "tokens")
     if "sampler_capped" in sums:
         values["sampling_capped_share"] = mean("sampler_capped", "sampler_tokens")
-    return {
-        f"train/{name}": None if value is None or not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    return {f"train/{name}": tables.finite_or_none(value) for name, value in values.items()}
 
 
 def _deviation(sums: Mapping[str, float]) -> float | None:
