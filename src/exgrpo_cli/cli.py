@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import io
@@ -17,7 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 import typer
 
 from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.progress import is_first_process, to_stderr
+from exgrpo_cli.progress import is_first_of_machine, is_first_process, processes, to_stderr
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import RunDir, infer_step, step_name
 
@@ -78,7 +79,7 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
 
 def _say(line: str) -> None:
     """An error that every process of a ``torchrun`` has alike, once a machine."""
-    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_of_machine():
         to_stderr(f"exgrpo: {line}")
 
 
@@ -107,11 +108,31 @@ def main(argv: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="exgrpo")
+    except SystemExit as end:
+        if processes() > 1:
+            _flush()
+            _leave(end)
+        raise
     finally:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # the exit code stays
-            _drop_stdout()
+        _flush()
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the exit code stays
+        _drop_stdout()
+
+
+def _leave(end: SystemExit) -> NoReturn:
+    """End one of torchrun's processes without taking the interpreter apart.
+
+    Gloo's threads outlive ``destroy_process_group`` (torch's caches keep the device mesh). One
+    that frees a tensor while the interpreter is taken apart aborts a process that had finished.
+    """
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 def _version(show: bool) -> None:

@@ -23,9 +23,19 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def processes() -> int:
+    """How many processes ``torchrun`` started, on all machines; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def is_first_process() -> bool:
     """Whether this process speaks, locks and records for all that torchrun started."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+    return processes() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def is_first_of_machine() -> bool:
+    """Whether this process says what all processes of its machine would say alike."""
+    return processes() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager

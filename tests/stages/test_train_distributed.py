@@ -211,3 +211,33 @@ def test_bad_input_is_said_once_a_machine(exgrpo, tmp_path):
         said += done.stderr.splitlines()
     assert len(said) == 1
     assert "nowhere" in said[0]
+
+
+ENDS = """
+import atexit, sys
+from exgrpo_cli.cli import main
+
+class Last:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+kept = Last()
+atexit.register(print, "at exit")
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["train", "nowhere"], 2)])
+def test_a_process_of_several_ends_without_taking_the_interpreter_apart(arguments, code):
+    """A thread of gloo that frees a tensor meanwhile would abort it, its work done."""
+    said = []
+    for count in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", ENDS, *arguments],
+            env=os.environ | {"WORLD_SIZE": count, "RANK": "0", "LOCAL_RANK": "0"},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        said.append(done.stdout.splitlines())
+    assert said[0] == [*said[1], "taken apart"]
+    assert said[1][-1] == "at exit"

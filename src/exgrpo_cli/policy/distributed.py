@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import processes
 from exgrpo_cli.tables import atomic_folder
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def process_group(device: str) -> Iterator[str]:
     Raises:
         InputError: a device that several processes cannot share.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if processes() == 1:
         yield device
         return
     if device == "auto":
