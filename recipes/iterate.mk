@@ -31,7 +31,7 @@ $(shell $(call FORGET,score,scores))
 iterate: $(RUN)/policy/$(call step,$(STEPS))
 
 # Curate and train leave files as they are that later steps were made from; touch says that they are
-# up to date all the same.
+# up to date all the same. Once every question is retired they make nothing, and nor does it.
 define ITERATION
 $(RUN)/.made/$(1)-rollout: $(if $(filter 0,$(1)),,$(RUN)/policy/$(call step,$(1)))
 	$(EXGRPO) rollout $(RUN) --step $(1) --engine $(ENGINE)
@@ -47,11 +47,11 @@ $(RUN)/.made/$(1)-score: $(RUN)/.made/$(1)-rollout
 
 $(RUN)/curated/$(call step,$(1)).parquet: $(RUN)/.made/$(1)-verify $(RUN)/.made/$(1)-score
 	$(EXGRPO) curate $(RUN) --step $(1)
-	@touch $$@
+	@touch -c $$@
 
 $(RUN)/policy/$(call step,$(shell echo $$(( $(1) + 1 )))): $(RUN)/curated/$(call step,$(1)).parquet
 	$(EXGRPO) train $(RUN) --step $(1)
-	@touch $$@
+	@touch -c $$@
 endef
 
 $(foreach number,$(NUMBERS),$(eval $(call ITERATION,$(number))))

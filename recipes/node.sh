@@ -22,6 +22,7 @@ on_each_gpu() { # STAGE STEP
 for ((step = 0; step < steps; step++)); do
   [[ -d $run/policy/$(printf 'step-%05d' $((step + 1))) ]] && continue
   on_each_gpu rollout "$step"
+  [[ -d $run/rollouts/$(printf 'step-%05d' "$step") ]] || break # every question is retired
   exgrpo verify "$run" --step "$step" & # on the CPUs, beside score
   verify=$!
   on_each_gpu score "$step"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from exgrpo_cli import tables
 from exgrpo_cli.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +119,32 @@ def test_make_does_only_what_is_missing(tmp_path: Path) -> None:
     assert ordered(make(3)) == iteration(2)
     assert part.exists()
     assert make(3) == []
+
+
+def test_what_was_sent_ahead_ends_in_peace_once_every_question_is_retired(
+    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    exgrpo("init", run.root, "--recipe", "recipes/demo.toml", "--model", demo_model)
+    tables.write_table("plan", tables.frame("plan", []), run.plan(1))
+    run.policy(1).mkdir(parents=True)
+    (run.root / "curated").mkdir()
+    before = {path.name for path in run.root.iterdir()}
+    for stage in ("rollout", "verify", "score", "curate", "train"):
+        done = exgrpo(stage, run.root, "--step", 2, "--json")
+        assert json.loads(done.stdout) == {"step": 2, "finished": True}
+        assert "step 2: every question is retired; there is nothing left to do" in done.stderr
+    assert {path.name for path in run.root.iterdir()} == before
+    shutil.rmtree(run.policy(1))
+    tables.write_table("plan", tables.frame("plan", []), run.plan(0))
+    run.plan(1).unlink()
+    make = ["make", "-f", "recipes/iterate.mk", f"RUN={run.root}", "STEPS=1"]
+    subprocess.run(make, cwd=ROOT, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        ["recipes/node.sh", str(run.root), "3", "1"], cwd=ROOT, env=environment, check=True
+    )
+    for kind in ("rollouts", "verdicts", "scores", "curated", "policy"):
+        assert run.steps(kind) == []
 
 
 def test_make_then_slurm(

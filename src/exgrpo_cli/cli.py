@@ -360,6 +360,8 @@ def rollout(
     if step is None:
         step = max(place.steps("policy"), default=0) if run is not None else 0
     if run is not None and plan is None:
+        if _is_over(place, step, as_json):
+            return
         plan = ensure_plan(place, step, settings, to_stderr)
     if force and run is not None and place.policy(step + 1).is_dir():
         to_stderr(
@@ -435,6 +437,8 @@ def verify(
     named = re.match(r"s(\d{5,})/", explain or "")
     if named and step is None:
         step = int(named[1])
+    if rollouts is None and _is_over(place, step, as_json):
+        return
     step = _step(place, step, "rollouts", rollouts, f"run: exgrpo rollout {run}")
     if explain is not None:
         found = stage.explain(place.rollouts(step), place.problems, explain, settings, verifier)
@@ -480,6 +484,8 @@ def score(
 
     _need(run, rollouts=rollouts, policy=policy, out=out)
     place = _run_dir(run, rollouts=rollouts, scores=out)
+    if rollouts is None and _is_over(place, step, as_json):
+        return
     step = _step(place, step, "rollouts", rollouts, f"run: exgrpo rollout {run}")
     result = stage(
         rollouts=place.rollouts(step),
@@ -537,6 +543,8 @@ def curate(
     elif (rollouts, verdicts, scores, problems) != (None, None, None, None):
         raise InputError("loose files: give --rollouts and --verdicts together")
     place = _run_dir(run)
+    if _is_over(place, step, as_json):
+        return
     step = _step(place, step, "rollouts", None, f"run: exgrpo rollout {run}")
     with place.locked():
         result = stage(place, step, settings, rebuild=rebuild, force=force, log=to_stderr)
@@ -606,6 +614,8 @@ def train(
             "curated": curated,
         }
         place = _run_dir(run, **given)
+        if curated is None and _is_over(place, step, as_json):
+            return
         step = _step(place, step, "curated", curated, f"run: exgrpo curate {run}")
         with place.locked():
             result = train_step(
@@ -1109,6 +1119,19 @@ def _step(place: RunDir, step: int | None, kind: str, given: Path | None, mend: 
         what = {"curated": "curated batch"}.get(kind, kind)
         raise InputError(f"{place.root}: step {step} has no {what} yet; {mend} --step {step}")
     return step
+
+
+def _is_over(place: RunDir, step: int | None, as_json: bool) -> bool:
+    """Whether every question is retired before this step; then that is the command's result, so
+    that what has sent stages ahead (make, SLURM) ends in peace."""
+    from exgrpo_cli.stages.curate import all_retired
+
+    if step is None or not all_retired(place, step):
+        return False
+    if is_first_process():
+        to_stderr(f"step {step}: every question is retired; there is nothing left to do")
+        _result({"step": step, "finished": True}, as_json)
+    return True
 
 
 def _remove_if_unused(run: Path) -> None:

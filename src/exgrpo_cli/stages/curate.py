@@ -854,6 +854,17 @@ def _plan(
     return tables.frame("plan", rows), max([int(epoch), *(int(row[1]) for row in fresh)])
 
 
+def all_retired(run: RunDir, step: int) -> bool:
+    """Whether a plan of this step or of an earlier one, the run's last, is empty: curate found
+    every question mastered, and nothing comes after it."""
+    last = max(run.steps("plan"), default=None)
+    return (
+        last is not None
+        and step >= last
+        and tables.read_table("plan", run.plan(last), ["step"]).is_empty()
+    )
+
+
 def first_plan(problems: Path, recipe: Recipe, log: Log | None = None) -> pl.DataFrame:
     """The plan of step 0: fresh questions only.
 
