@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.engines import Engine, open_engine, resolve_engine
@@ -18,7 +18,11 @@ from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import Log, is_first_process, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir, step_name
+from exgrpo_cli.stages.verify import open_pool
 from exgrpo_cli.tracking import open_tracker
+
+if TYPE_CHECKING:
+    from exgrpo_cli.verifiers.pool import Pool
 
 
 def run_loop(
@@ -47,7 +51,7 @@ def run_loop(
     track = open_tracker(
         recipe.loop.track, run.root.name, run.root / "tensorboard", recipe.model_dump(mode="json")
     )
-    engine = _WarmEngine(recipe, log)
+    engine, pool = _WarmEngine(recipe, log), open_pool(recipe)
     finished = False
 
     def send(step: int) -> None:
@@ -56,21 +60,22 @@ def run_loop(
                 track(step, line)
 
     try:
-        evaluate_step(run, 0, recipe, engine.at, log)
+        evaluate_step(run, 0, recipe, engine.at, pool, log)
         for step in range(recipe.loop.steps):
             if run.policy(step + 1).is_dir():
                 train_step(run, step, recipe)  # is done; but were its metrics recorded?
-                evaluate_step(run, step + 1, recipe, engine.at, log)
+                evaluate_step(run, step + 1, recipe, engine.at, pool, log)
                 continue
-            finished = _iterate(run, step, recipe, engine, log, profile=profile)
+            finished = _iterate(run, step, recipe, engine, pool, log, profile=profile)
             if finished:
                 log(f"step {step}: every question is retired; nothing is left to learn from")
                 break
             send(step)
-            evaluate_step(run, step + 1, recipe, engine.at, log)
+            evaluate_step(run, step + 1, recipe, engine.at, pool, log)
         send(recipe.loop.steps)  # a line of its own: the last policy's evaluation
     finally:
         engine.close()
+        pool.close()
     from exgrpo_cli.report import write_report
 
     last: dict[str, float] = {}
@@ -216,7 +221,12 @@ def _check_verdicts(judged: dict[str, Any], run: RunDir, step: int, log: Log) ->
 
 
 def evaluate_step(
-    run: RunDir, step: int, recipe: Recipe, engine_at: Callable[[str], Engine], log: Log
+    run: RunDir,
+    step: int,
+    recipe: Recipe,
+    engine_at: Callable[[str], Engine],
+    pool: Pool,
+    log: Log,
 ) -> None:
     """Evaluate the policy of a step on the recipe's problem sets, where it is due and missing."""
     every, last = recipe.evaluate.every, recipe.loop.steps
@@ -224,7 +234,7 @@ def evaluate_step(
         return
     for name, source in recipe.evaluate.problems.items():
         if not (run.evaluation(step, name) / "summary.json").exists():
-            evaluate_set(run, step, name, Path(source), recipe, engine_at, log)
+            evaluate_set(run, step, name, Path(source), recipe, engine_at, pool, log)
 
 
 def evaluate_set(
@@ -234,6 +244,7 @@ def evaluate_set(
     source: Path,
     recipe: Recipe,
     engine_at: Callable[[str], Engine],
+    pool: Pool,
     log: Log,
     *,
     force: bool = False,
@@ -247,6 +258,7 @@ def evaluate_set(
         source: its problems, in any known format.
         recipe: ``evaluate``, ``rollout`` and ``model``.
         engine_at: gives an engine that holds a policy.
+        pool: workers that verify.
         log: gets a line with the result.
         force: import the problems and evaluate again.
 
@@ -280,6 +292,7 @@ def evaluate_set(
         temperature=recipe.evaluate.temperature,
         max_new_tokens=recipe.evaluate.max_new_tokens or recipe.rollout.max_new_tokens,
         engine=lambda: engine_at(policy),
+        pool=pool,
         step=step,
         force=force,
         log=log,
@@ -307,15 +320,16 @@ def evaluate_sets(
     Returns:
         The summary of each set; what was sampled before is not sampled again unless ``force``.
     """
-    engine = _WarmEngine(recipe, log)
+    engine, pool = _WarmEngine(recipe, log), open_pool(recipe)
     summaries = {}
     try:
         for name, source in sets.items():
             summaries[name] = evaluate_set(
-                run, step, name, Path(source), recipe, engine.at, log, force=force
+                run, step, name, Path(source), recipe, engine.at, pool, log, force=force
             )
     finally:
         engine.close()
+        pool.close()
     _say_absent_sources(recipe, summaries.values(), log)
     return summaries
 
@@ -358,7 +372,14 @@ def evaluate_loose(
 
 
 def _iterate(
-    run: RunDir, step: int, recipe: Recipe, engine: _WarmEngine, log: Log, *, profile: bool
+    run: RunDir,
+    step: int,
+    recipe: Recipe,
+    engine: _WarmEngine,
+    pool: Pool,
+    log: Log,
+    *,
+    profile: bool,
 ) -> bool:
     """One iteration; True when every question is retired."""
     from exgrpo_cli.profiling import compute_seconds, profile_metrics
@@ -404,7 +425,8 @@ def _iterate(
         ),
     )
     judged = timed(
-        "verify", lambda: verify(run.rollouts(step), run.problems, run.verdicts(step), recipe)
+        "verify",
+        lambda: verify(run.rollouts(step), run.problems, run.verdicts(step), recipe, pool=pool),
     )
     _check_verdicts(judged, run, step, log)
     engine.make_room()

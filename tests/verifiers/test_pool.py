@@ -142,6 +142,30 @@ def test_a_users_function(user_file: Callable[[str], str], tmp_path: Path) -> No
     assert "512 MiB" in got["memory"].why
 
 
+def test_a_function_that_leaks_costs_no_verdict(
+    user_file: Callable[[str], str], tmp_path: Path
+) -> None:
+    verifier = user_file(
+        """
+        import os
+        kept = []
+        def judge(response, answer, metadata):
+            kept.append(bytearray(100 * 2**20))
+            with open(answer, "a") as pids:
+                print(os.getpid(), file=pids)
+            return True
+        """,
+    )
+    pids = tmp_path / "pids"
+    with Pool(1, memory_mb=512) as pool:
+        for call in range(2):  # workers stay from call to call
+            jobs = [Job(verifier, str(pids), None, f"{call}/{i}") for i in range(6)]
+            assert [verdict.status for verdict in pool.judge(jobs)] == ["ok"] * 6
+    used = pids.read_text().split()
+    assert len(used) == 12
+    assert 3 <= len(set(used)) <= 4  # 4 or 5 answers each
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

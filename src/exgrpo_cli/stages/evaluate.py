@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import polars as pl
     from transformers import PreTrainedTokenizerBase
 
+    from exgrpo_cli.verifiers.pool import Pool
+
 __all__ = ["evaluate", "evaluation_metrics", "format_table"]
 
 
@@ -41,6 +43,7 @@ def evaluate(
     max_new_tokens: int,
     samples_by_source: Mapping[str, int] | None = None,
     engine: Callable[[], Engine] | None = None,
+    pool: Pool | None = None,
     step: int = 0,
     force: bool = False,
     log: Log = quiet,
@@ -64,6 +67,7 @@ def evaluate(
         samples_by_source: a problem of these sources; ``samples`` is for the others.
         engine: gives a loaded engine that holds this policy, and is called only when there is
             something to sample; by default one is opened here, and closed.
+        pool: workers that verify; by default they are started here, and ended.
         step: the policy's step; goes into the tables and the summary.
         force: evaluate anew, whatever ``out`` holds.
         log: gets plain lines.
@@ -136,7 +140,7 @@ def evaluate(
     if before.get("answers") != answers:
         verdicts.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
-    verify(rollouts, problems, verdicts, recipe)
+    verify(rollouts, problems, verdicts, recipe, pool=pool)
 
     judged = (
         tables.read_table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import json
@@ -40,6 +41,7 @@ def verify(
     shard: tables.Shard = tables.WHOLE,
     force: bool = False,
     verifier: str | None = None,
+    pool: Pool | None = None,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Judge rollouts: one ``verdicts`` part for each ``rollouts`` part, row for row in its order.
@@ -60,6 +62,7 @@ def verify(
         shard: judge only the parts of this shard.
         force: judge again what is there already.
         verifier: judges all rollouts, whatever the problems say; None: each problem's own.
+        pool: workers to use, see :func:`open_pool`; by default they are started here, and ended.
         log: takes one-line messages.
 
     Returns:
@@ -71,8 +74,6 @@ def verify(
             ``problems``, an unknown verifier, a user's function that cannot be loaded.
         StageError: worker processes cannot be started.
     """
-    from exgrpo_cli.verifiers.pool import Pool
-
     say = log or (lambda _: None)
     began = time.monotonic()
     targets = _targets(rollouts, out)
@@ -81,14 +82,13 @@ def verify(
     todo = [(file, target) for file, target in mine if force or not target.exists()]
     total = {"rows": 0, "correct": 0}
     by_status = dict.fromkeys(STATUSES, 0)
-    settings = recipe.verify
     with (
-        Pool(settings.workers, settings.timeout, settings.memory_mb) as pool,
+        contextlib.nullcontext(pool) if pool is not None else open_pool(recipe) as judges,
         _reader() as con,
     ):
         for file, target in todo:
             part = _Counts(dict.fromkeys(STATUSES, 0))
-            _write(_judge_part(con, file, golds, problems, recipe, pool, part), target)
+            _write(_judge_part(con, file, golds, problems, recipe, judges, part), target)
             total["rows"] += part.rows
             total["correct"] += part.correct
             for status, count in part.by_status.items():
@@ -102,6 +102,14 @@ def verify(
         "parts_skipped": len(mine) - len(todo),
         "seconds": time.monotonic() - began,
     }
+
+
+def open_pool(recipe: Recipe) -> Pool:
+    """Workers as the recipe's ``verify`` section has them; they start when there is work."""
+    from exgrpo_cli.verifiers.pool import Pool
+
+    settings = recipe.verify
+    return Pool(settings.workers, settings.timeout, settings.memory_mb)
 
 
 def explain(

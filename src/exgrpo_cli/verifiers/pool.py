@@ -84,6 +84,7 @@ class _Worker:
         self.ready = False
         self.task: _Task | None = None
         self.gold: str | None = None  # of its last task
+        self.answered = 0
         self.started: float | None = None  # when it began on the task itself
         self.deadline = time.monotonic() + START_LIMIT
 
@@ -160,6 +161,8 @@ class _Queue:
 
 class Pool:
     """Verifiers in worker processes; a context manager, to be used from one thread.
+
+    Workers stay for the next call. One whose memory is full is replaced and its answer tried again.
 
     Args:
         workers: how many processes; by default as many as cores. They start when there is work.
@@ -341,8 +344,13 @@ class Pool:
                 assert worker.task is not None
                 raise _cannot_load(worker.task.verifier, message["refused"])
             elif worker.task is not None:
+                if message.pop("full", False) and worker.answered and not worker.task.crashes:
+                    # perhaps with what earlier answers left behind
+                    self._try_afresh(worker, queue)
+                    return
                 replies[worker.task.index] = message
                 worker.task = None
+                worker.answered += 1
 
     def _crashed(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
         """A worker died by itself: its answer gets one more try, in a fresh worker."""
@@ -364,6 +372,13 @@ class Pool:
             replies[task.index] = {"status": "error", "why": f"the worker died: {how}"}
         else:
             raise _cannot_load(task.verifier, f"the worker died: {how}")
+
+    def _try_afresh(self, worker: _Worker, queue: _Queue) -> None:
+        task = worker.task
+        assert task is not None
+        self._remove(worker)
+        task.crashes += 1
+        queue.put_back(task)
 
     def _send(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
         try:

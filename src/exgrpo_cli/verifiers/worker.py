@@ -182,7 +182,8 @@ def serve(
         try:
             result = answer(request, prepared[verifier])
         except MemoryError:
-            result = {"status": "error", "why": f"more than {memory_mb} MiB of memory"}
+            why = f"more than {memory_mb} MiB of memory"
+            result = {"status": "error", "why": why, "full": True}
         # RecursionError, math-verify's TimeoutException (a BaseException), and whatever a user's
         # function raises
         except BaseException as error:
