@@ -13,13 +13,14 @@ files to the next policy.
 Counted is the time of the updates, on both sides without start, reading and saving, and without
 what TRL does around generation (decoding, rewards); beside it the processor time, which other work
 on the machine disturbs less. TRL's micro-batches have `--rows` rows; ours have as many tokens as
-those, padding counted. TRL needs no old log-probabilities here: each of its updates has rollouts of
-its own. Ours come from `exgrpo score`, which runs before; a line says what it costs to let `train`
-compute them. Memory is the process's highest resident size, less that before the model was opened,
-less 16 bytes a parameter (weights, gradients, two moments), all in float32: what is left is
-activations, logits and whatever else. TRL too computes its logits in tiles, of up to 4,096 tokens
-and 32,768 words; on a GPU with Triton they are changed in place, in bfloat16, so its memory there
-is nearer to ours than here.
+those, padding counted, so there are fewer of them; a line says what comes of ours having as many
+tokens as those without padding, so that there are as many. TRL needs no old log-probabilities
+here: each of its updates has rollouts of its own. Ours come from `exgrpo score`, which runs before;
+a line says what it costs to let `train` compute them. Memory is the process's highest resident
+size, less that before the model was opened, less 16 bytes a parameter (weights, gradients, two
+moments), all in float32: what is left is activations, logits and whatever else. TRL too computes
+its logits in tiles, of up to 4,096 tokens and 32,768 words; on a GPU with Triton they are changed
+in place, in bfloat16, so its memory there is nearer to ours than here.
 
 First, both compute the gradient of one update: the numbers say how far they are apart.
 """
@@ -496,6 +497,8 @@ def compare(name: str, options: argparse.Namespace, trl: str | None, folder: Pat
                 f" {case['budget']} tokens a micro-batch"
             )
             runs["exgrpo, old log-probabilities computed"] = child("ours", case | {"scores": False})
+            real = round(case["budget"] * (tokens + prompts) / padded)
+            runs["exgrpo, as many micro-batches as TRL"] = child("ours", case | {"budget": real})
         lines = {
             who: (
                 tokens / run["seconds"],
