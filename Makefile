@@ -47,7 +47,7 @@ build/demo-model: | $(VENV)/.installed
 	$(BIN)/exgrpo demo-model $@
 
 test: $(VENV)/.vllm ## run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed ## ruff: lint and format, checked
 	$(BIN)/ruff check .

@@ -18,6 +18,18 @@ ROOT = Path(__file__).parents[1]
 Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
 
 
+# Whole runs in processes of their own. With --no-loadscope-reorder the workers begin with them, so
+# that none is left with a long file at the end.
+LONGEST = [
+    "test_iteration.py", "test_iteration_engines.py", "test_train_distributed.py", "test_vllm.py",
+    "test_drivers.py", "test_curate.py", "test_cli.py",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: [*LONGEST, item.path.name].index(item.path.name))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         if os.environ.get("EXGRPO_REQUIRE_VLLM") == "1":
