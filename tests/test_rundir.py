@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +72,27 @@ def test_metrics_are_a_line_a_step_whatever_happens(tmp_path: Path) -> None:
         run.read_metrics()
     run.record(2, "curate", {"reward/mean": 0.75})
     assert len(run.read_metrics()) == 3
+
+
+def test_what_a_killed_run_has_started_keeps_its_lock(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, subprocess, sys; from pathlib import Path;"
+        "from exgrpo_cli.rundir import RunDir\n"
+        "with RunDir(Path(sys.argv[1])).locked():\n"
+        "    child = subprocess.Popen(['sleep', '60'], close_fds=False)\n"
+        "    print(child.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = RunDir(tmp_path)
+    killed = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    child = int(killed.stdout.readline())
+    assert killed.wait(10) == -signal.SIGKILL
+    assert run.is_locked()
+    os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while run.is_locked() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not run.is_locked()

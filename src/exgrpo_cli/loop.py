@@ -535,7 +535,12 @@ def _train_in_processes(run: RunDir, step: int, recipe: Recipe, log: Log) -> dic
             ),
         }
         with subprocess.Popen(
-            command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            env=variables,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            close_fds=False,  # should we be killed, it goes on, under our lock
         ) as process:
             assert process.stderr is not None
             lines = [line.rstrip() for line in process.stderr]

@@ -161,7 +161,8 @@ class RunDir:
         Held by what has one writer (``run``, ``curate``, ``train``), not by stages that share
         their parts among tasks. The lock ends with its process, however that ends. Of the
         processes of one ``torchrun`` the first holds it; a stage that ``run`` starts as processes
-        of its own works under the lock of ``run``.
+        of its own works under the lock of ``run``, and keeps it (by ``close_fds=False``) when
+        ``run`` is killed.
 
         Raises:
             InputError: another process holds it.
@@ -173,6 +174,7 @@ class RunDir:
             yield
             return
         with (self.root / ".lock").open("w") as handle:
+            os.set_inheritable(handle.fileno(), True)
             try:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
