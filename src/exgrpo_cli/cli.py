@@ -300,7 +300,8 @@ def _result(result: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(result, ensure_ascii=False, default=str))
         return
     for name, value in result.items():
-        print(f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}")
+        shown = f"{value or 0.0:g}" if isinstance(value, float) else value  # never -0
+        print(f"{name}: {shown}")
 
 
 # --- the stages -----------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ class ObjectiveSettings(Section):
     )
     sampler_cap: float | None = Field(
         None,
-        gt=0,
+        ge=1,
         description="truncated importance correction of fresh tokens for the rollout engine's"
         " rounding: min(pi_trainer / pi_engine, this); 2 is usual; unset: off",
     )

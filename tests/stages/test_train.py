@@ -203,12 +203,13 @@ def test_sampler_mismatch_is_measured(tmp_path, model_folder):
     assert same(weights(exact["out_policy"]), weights(off["out_policy"]))
 
 
-def test_truncated_importance_correction_weighs_fresh_tokens(tmp_path, model_folder):
+@pytest.mark.parametrize("cap", [1.2, 1.0])
+def test_truncated_importance_correction_weighs_fresh_tokens(tmp_path, model_folder, cap):
     files = make_step(tmp_path, tiny(), noise=0.4)
     rows = {r["rollout_id"]: r for r in tables.read_table("rollouts", files["rollouts"]).to_dicts()}
     scores = tables.read_table("scores", files["scores"] / tables.part_name(0, 1)).to_dicts()
     exact = {row["rollout_id"]: row["logprobs"] for row in scores}
-    given = recipe(objective={"sampler_cap": 1.2}, train={"max_grad_norm": 1e9})
+    given = recipe(objective={"sampler_cap": cap}, train={"max_grad_norm": 1e9})
     metrics = run(files, model_folder, given)
     reward = dict(
         tables.read_table("verdicts", files["verdicts"]).select("rollout_id", "reward").iter_rows()
@@ -230,10 +231,11 @@ def test_truncated_importance_correction_weighs_fresh_tokens(tmp_path, model_fol
                 total -= (r - mean) * (ratio / (ratio + 0.1)).sum().item() / LONGEST
                 continue
             engine = torch.tensor(rows[row.rollout_id]["logprobs"])
-            weight = (torch.tensor(exact[row.rollout_id]) - engine).exp().clamp(max=1.2)
+            ratio = (torch.tensor(exact[row.rollout_id]) - engine).exp()
+            weight = ratio.clamp(max=cap)
             total -= (r - mean) * float(weight.sum()) / LONGEST
             if r != mean or any(r != rewards[0] for r in rewards):
-                capped += int((weight == 1.2).sum())
+                capped += int((ratio > cap).sum())
                 tokens += len(weight)
     assert metrics["train/loss"] == pytest.approx(total / count, rel=1e-4)
     assert metrics["train/sampling_capped_share"] == pytest.approx(capped / tokens)

@@ -241,7 +241,7 @@ def _micro_batch(
     if settings.sampler_cap is not None:
         correction = objective.truncated_importance(mismatch, settings.sampler_cap)
         losses = losses * correction.to(logprobs)
-        sums["sampler_capped"] = float((correction == settings.sampler_cap).sum())
+        sums["sampler_capped"] = float((mismatch > math.log(settings.sampler_cap)).sum())
     if settings.kl > 0:
         reference = torch.cat([_present(row.reference) for row in rows]).to(logprobs)
         kl = objective.k3_kl(logprobs, reference)
