@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
-from exgrpo_cli.engines import Engine, open_engine, resolve_engine
+from exgrpo_cli.engines import Engine, open_engines, resolve_engine
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import Log, is_first_process, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
@@ -47,6 +48,7 @@ def run_loop(
         InputError: see the stages.
     """
     started = time.monotonic()
+    _check_devices(recipe)
     prepare(run, recipe, log)
     track = open_tracker(
         recipe.loop.track, run.root.name, run.root / "tensorboard", recipe.model_dump(mode="json")
@@ -133,6 +135,19 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))
+
+
+def _check_devices(recipe: Recipe) -> None:
+    """Refuse more processes than there are GPUs, before anything is sampled."""
+    from exgrpo_cli.engines.parallel import process_environments
+
+    if recipe.rollout.processes > 1 and recipe.rollout.engine != "server":
+        kind = resolve_engine(recipe.rollout.engine)
+        process_environments(
+            recipe.rollout.processes, recipe.rollout.tensor_parallel if kind == "vllm" else 1
+        )
+    if recipe.score.enabled and recipe.score.processes > 1:
+        process_environments(recipe.score.processes)
 
 
 def import_into(
@@ -433,14 +448,18 @@ def _iterate(
     if recipe.score.enabled:
         timed(
             "score",
-            lambda: score(
-                rollouts=run.rollouts(step),
-                out=run.scores(step),
-                policy=policy,
-                policy_name=name,
-                step=step,
-                recipe=recipe,
-                run=run,
+            lambda: (
+                _score_in_processes(run, step, recipe)
+                if recipe.score.processes > 1
+                else score(
+                    rollouts=run.rollouts(step),
+                    out=run.scores(step),
+                    policy=policy,
+                    policy_name=name,
+                    step=step,
+                    recipe=recipe,
+                    run=run,
+                )
             ),
         )
     chosen = timed("curate", lambda: curate(run, step, recipe))
@@ -512,6 +531,53 @@ def train_step(
     if "train/loss" in result and not (result.get("skipped") and kept.exists()):
         run.record(step, "train", {k: v for k, v in result.items() if k.startswith("train/")})
     return result
+
+
+def _score_in_processes(run: RunDir, step: int, recipe: Recipe) -> dict[str, Any]:
+    """The score stage in ``score.processes`` processes of this machine, a shard each.
+
+    Returns:
+        The sums of what they count; ``seconds`` and ``compute_seconds`` of the slowest.
+
+    Raises:
+        StageError: a process failed; the parts that are done stay.
+    """
+    from exgrpo_cli.engines.parallel import process_environments
+
+    count = recipe.score.processes
+    _return_memory()
+    command = [sys.executable, "-m", "exgrpo_cli", "score", str(run.root), "--step", str(step)]
+    started: list[subprocess.Popen[str]] = []
+    results: list[dict[str, Any]] = []
+    try:
+        for number, variables in enumerate(process_environments(count)):
+            started.append(
+                subprocess.Popen(
+                    [*command, "--shard", f"{number}/{count}", "--json"],
+                    env=os.environ | variables,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for number, process in enumerate(started):
+            out, said = process.communicate()
+            if process.returncode != 0:
+                raise StageError(
+                    f"score step {step} failed in process {number + 1} of {count}:"
+                    f" {_why_failed(said.splitlines())}"
+                )
+            results.append(json.loads(out))
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    longest = ("seconds", "compute_seconds")
+    return {
+        name: (max if name in longest else sum)(result[name] for result in results)
+        for name in results[0]
+    }
 
 
 def _train_in_processes(run: RunDir, step: int, recipe: Recipe, log: Log) -> dict[str, Any]:
@@ -687,8 +753,12 @@ class _WarmEngine:
         if self._engine is None or policy != self._policy:
             _return_memory()
         if self._engine is None:
-            self._log(f"opening {policy} in {resolve_engine(self._recipe.rollout.engine)}")
-            self._engine = open_engine(self._recipe, policy)
+            count = self._recipe.rollout.processes
+            side_by_side = f", {count} side by side" if count > 1 else ""
+            self._log(
+                f"opening {policy} in {resolve_engine(self._recipe.rollout.engine)}{side_by_side}"
+            )
+            self._engine = open_engines(self._recipe, policy)
         elif policy != self._policy:
             self._engine.load(policy)
         self._policy = policy

@@ -102,6 +102,12 @@ class RolloutSettings(Section):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's share of the GPU")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that vLLM splits the model over")
     enforce_eager: bool = Field(False, description="vLLM without compilation: starts faster")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="engines of this machine that the loop samples with, each on tensor_parallel"
+        " GPUs of its own",
+    )
 
 
 class VerifySettings(Section):
@@ -138,6 +144,9 @@ class ScoreSettings(Section):
     enabled: bool = Field(True, description="whether the loop runs score")
     tokens_per_batch: int = Field(16384, ge=1, description="tokens of one forward pass")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    processes: int = Field(
+        1, ge=1, description="processes (GPUs) of this machine that the loop scores with"
+    )
 
 
 class CurateSettings(Section):

@@ -122,8 +122,8 @@ exec "$@"
 
 
 def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, demo_model):
-    """A step that only lacks its policy: made by one process, by the loop's two, by SLURM's; and
-    a whole iteration in two processes of each stage."""
+    """A step that only lacks its policy: made by one process, by the loop's two (with the scores),
+    by SLURM's; and a whole iteration in two processes of each stage."""
     run = tmp_path / "one"
     few = ["--set", "rollout.max_new_tokens=12", "--set", f"model.path={demo_model}"]
     few += ["--set", "rollout.engine=transformers"]
@@ -133,9 +133,13 @@ def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, demo_mod
         for made in ("policy", "trainer", "metrics", "metrics.jsonl"):
             path = tmp_path / name / made
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    done = exgrpo("run", tmp_path / "loop", *SMALL, *few, "--steps", 1,
-                  "--set", "train.processes=2", "--json", OMP_NUM_THREADS="1")  # fmt: skip
+    shutil.rmtree(tmp_path / "loop" / "scores")
+    two = ["--set", "train.processes=2", "--set", "score.processes=2"]
+    done = exgrpo("run", tmp_path / "loop", *SMALL, *few, "--steps", 1, *two, "--json",
+                  OMP_NUM_THREADS="1")  # fmt: skip
     assert json.loads(done.stdout)["steps"] == 1
+    scored = [parts(tmp_path / name / "scores/step-00000") for name in ("one", "loop")]
+    assert scored[0].equals(scored[1])
     tools = tmp_path / "bin"
     tools.mkdir()
     scripts = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}

@@ -110,3 +110,19 @@ def open_engine(recipe: Recipe, policy: str) -> Engine:
     from exgrpo_cli.engines.transformers import TransformersEngine
 
     return TransformersEngine(recipe, policy)
+
+
+def open_engines(recipe: Recipe, policy: str) -> Engine:
+    """Load a policy into ``rollout.processes`` engines side by side, as one engine.
+
+    One is opened in this process; a server shares its work among GPUs by itself.
+
+    Raises:
+        InputError: see :func:`open_engine`; too few GPUs.
+        StageError: a process ended.
+    """
+    if recipe.rollout.processes == 1 or recipe.rollout.engine == "server":
+        return open_engine(recipe, policy)
+    from exgrpo_cli.engines.parallel import ParallelEngine
+
+    return ParallelEngine(recipe, policy)

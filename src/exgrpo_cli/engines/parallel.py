@@ -1,0 +1,289 @@
+"""Several engines side by side, each in a process on GPUs of its own (data parallel).
+
+A process opens the recipe's engine and does what it is told over a socket, in JSON. It ends with
+its parent, however that ends, and what the engine has started ends too: it is in the same group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from exgrpo_cli.engines import Completion, Request, Sampling, open_engine, resolve_engine
+from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.models import check_policy
+from exgrpo_cli.recipe import Recipe
+
+_CLOSE_SECONDS = 30.0
+_TERMINATE_SECONDS = 5.0
+
+
+def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]:
+    """Environment variables for processes that share this machine's devices.
+
+    Args:
+        count: how many processes.
+        gpus_each: how many GPUs one takes.
+
+    Returns:
+        For each process ``CUDA_VISIBLE_DEVICES``; without a GPU, cores instead, where the
+        environment does not say which already.
+
+    Raises:
+        InputError: there are not so many GPUs.
+    """
+    import torch
+
+    there = torch.cuda.device_count()
+    if there == 0:
+        return _core_shares(count)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(number) for number in range(there)]
+    if count * gpus_each > there:
+        raise InputError(
+            f"{count} processes of {gpus_each} GPUs each need {count * gpus_each} GPUs, and"
+            f" {there} are here; see rollout.processes, rollout.tensor_parallel, score.processes"
+        )
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(names[i * gpus_each : (i + 1) * gpus_each])}
+        for i in range(count)
+    ]
+
+
+def _core_shares(count: int) -> list[dict[str, str]]:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    each = max((len(cores) or os.cpu_count() or 1) // count, 1)
+    shares = []
+    for number in range(count):
+        share = {"OMP_NUM_THREADS": str(each)}
+        if len(cores) >= count:  # vLLM's threads would all take the first cores
+            own = cores[number * each : (number + 1) * each]
+            share["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, own))
+        shares.append({name: os.environ.get(name, value) for name, value in share.items()})
+    return shares
+
+
+def split(requests: Sequence[Request], count: int) -> list[list[Request]]:
+    """Requests for each of ``count`` engines, those of one prompt together (its prefix is cached).
+
+    Prompts are dealt in turn, so that the shares have about as many rows.
+    """
+    shares: list[list[Request]] = [[] for _ in range(count)]
+    of_prompt: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        prompt = tuple(request.prompt_ids)
+        shares[of_prompt.setdefault(prompt, len(of_prompt) % count)].append(request)
+    return shares
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    socket: Connection[Any, Any]
+
+
+class ParallelEngine:
+    """``rollout.processes`` engines as one (see :class:`exgrpo_cli.engines.Engine`)."""
+
+    def __init__(self, recipe: Recipe, policy: str) -> None:
+        """Start the processes and open the policy in each, all at the same time.
+
+        Raises:
+            InputError: too few GPUs, or the policy cannot be opened.
+            StageError: a process ended.
+        """
+        check_policy(policy)
+        self.name = resolve_engine(recipe.rollout.engine)
+        each = recipe.rollout.tensor_parallel if self.name == "vllm" else 1
+        self._workers: list[_Worker] = []
+        try:
+            for variables in process_environments(recipe.rollout.processes, each):
+                self._workers.append(_start(variables))
+            self._tell("open", recipe.model_dump(mode="json"), policy)
+        except BaseException:
+            self._end()
+            raise
+
+    def load(self, policy: str) -> None:
+        """Go over to another policy, in every process.
+
+        Raises:
+            InputError: the policy cannot be opened.
+            StageError: a process ended.
+        """
+        self._tell("load", policy)
+
+    def sleep(self) -> bool:
+        """Free the GPUs until the next ``load``; False where the engine cannot."""
+        return all(self._tell("sleep"))
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield every request's completion once, as they finish. Ends with all processes ended
+        where one fails, or the caller stops listening.
+
+        Raises:
+            InputError: see the engine.
+            StageError: a process ended.
+        """
+        busy: dict[Connection[Any, Any], _Worker] = {}
+        try:
+            for worker, share in zip(self._workers, split(requests, self._size), strict=True):
+                if share:
+                    busy[worker.socket] = worker
+                    rows = [vars(request) for request in share]
+                    self._send(worker, ("generate", rows, vars(sampling)))
+            while busy:
+                for socket in wait(list(busy)):
+                    message = self._receive(busy[socket])  # type: ignore[index]
+                    if message is None:
+                        del busy[socket]  # type: ignore[arg-type]
+                    else:
+                        yield Completion(**message)
+        finally:
+            if busy:
+                self._end()
+
+    def close(self) -> None:
+        """End every process."""
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                _put(worker.socket, "close")
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(deadline - time.monotonic(), 0.0))
+        self._end()
+
+    @property
+    def _size(self) -> int:
+        return len(self._workers)
+
+    def _tell(self, *message: Any) -> list[Any]:
+        """Have all processes do the same, at the same time; what each answers."""
+        try:
+            for worker in self._workers:
+                self._send(worker, message)
+            return [self._receive(worker) for worker in self._workers]
+        except BaseException:  # what the others say could no longer be told apart
+            self._end()
+            raise
+
+    def _send(self, worker: _Worker, message: Any) -> None:
+        try:
+            _put(worker.socket, *message)
+        except OSError:
+            raise self._ended(worker) from None
+
+    def _receive(self, worker: _Worker) -> Any:
+        wait([worker.socket])  # a plain read may go on after a Ctrl-C: polars sets SA_RESTART
+        try:
+            kind, value = _take(worker.socket)
+        except (EOFError, OSError):
+            raise self._ended(worker) from None
+        if kind == "input":
+            raise InputError(value)
+        if kind == "failed":
+            raise StageError(f"{self._name(worker)}: {value}")
+        return value
+
+    def _name(self, worker: _Worker) -> str:
+        return f"engine {self._workers.index(worker) + 1} of {self._size}"
+
+    def _ended(self, worker: _Worker) -> StageError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_TERMINATE_SECONDS)
+        code = worker.process.returncode
+        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return StageError(f"{self._name(worker)} ended ({how}); out of memory?")
+
+    def _end(self) -> None:
+        """End the processes with their groups, whatever they are doing."""
+        workers, self._workers = self._workers, []
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for worker in workers:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.process.pid, number)
+            deadline = time.monotonic() + _TERMINATE_SECONDS
+            for worker in workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(deadline - time.monotonic(), 0.0))
+        for worker in workers:
+            worker.socket.close()
+
+
+def _put(socket: Connection[Any, Any], *message: Any) -> None:
+    socket.send_bytes(json.dumps(message).encode())
+
+
+def _take(socket: Connection[Any, Any]) -> Any:
+    return json.loads(socket.recv_bytes())
+
+
+def _start(variables: dict[str, str]) -> _Worker:
+    ours, theirs = Pipe()
+    arguments = (str(theirs.fileno()), str(os.getpid()))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "exgrpo_cli.engines.parallel", *arguments],
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what an engine prints must not get into our results
+        pass_fds=[theirs.fileno()],
+        # Not in the terminal's foreground group: a Ctrl-C is for the parent, which ends us.
+        process_group=0,
+    )
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+
+
+def main() -> None:
+    """``python -m exgrpo_cli.engines.parallel SOCKET PARENT_PID``: one engine, told what to do."""
+    socket: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    engine: Any = None
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+        while True:
+            order, *arguments = _take(socket)
+            if order == "close":
+                break
+            try:
+                value = None
+                if order == "open":
+                    engine = open_engine(Recipe.model_validate(arguments[0]), arguments[1])
+                elif order == "generate":
+                    requests = [Request(**row) for row in arguments[0]]
+                    for completion in engine.generate(requests, Sampling(**arguments[1])):
+                        _put(socket, "row", vars(completion))
+                else:
+                    value = getattr(engine, order)(*arguments)
+            except InputError as error:
+                _put(socket, "input", str(error))
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                raise
+            except Exception as error:
+                lines = str(error).strip().splitlines()
+                _put(socket, "failed", f"{type(error).__name__}: {lines[0] if lines else ''}")
+            else:
+                _put(socket, "done", value)
+    if engine is not None:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
