@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from exgrpo_cli import loop, tables
-from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, load_recipe
 from exgrpo_cli.rundir import RunDir
 
@@ -40,6 +40,7 @@ def test_a_run_begins_with_its_recipe_and_problems(begun: RunDir, demo_model: Pa
         ("problems.limit=5", "problems.limit was 6 and cannot become 5"),
         ("rollout.top_p=0.9", "top_p"),
         ("rollout.temperature=0.0", "temperature"),
+        ("rollout.samples=1", "no success would ever be stored"),
     ],
 )
 def test_a_refused_change_leaves_the_recipe(
@@ -144,10 +145,21 @@ def test_wrong_loose_files_are_refused_before_any_is_taken_in(
         loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)
 
 
-def test_verdicts_that_are_all_errors_stop_the_loop(begun: RunDir) -> None:
+def test_what_could_not_be_judged_is_said() -> None:
     said: list[str] = []
     some = {"rows": 4, "by_status": {"ok": 2, "error": 1, "timeout": 1}}
-    loop._check_verdicts(some, begun, 3, said.append)
+    loop._say_unjudged(some, 3, said.append)
     assert said == ["step 3: of 4 verdicts 1 error, 1 timeout"]
-    with pytest.raises(StageError, match="every verdict is an error"):
-        loop._check_verdicts({"rows": 4, "by_status": {"error": 4}}, begun, 3, said.append)
+
+
+def test_sampling_does_not_change_within_a_step(begun: RunDir, demo_model: Path) -> None:
+    warm, cold = recipe(demo_model), recipe(demo_model, "rollout.temperature=0.5")
+    loop.prepare(begun, cold)  # nothing is sampled yet
+    begun.rollouts(0).mkdir(parents=True)
+    loop.prepare(begun, warm)
+    (begun.rollouts(0) / ".part-00000-of-00002.parquet.0123.abcd.rows").touch()  # a killed task's
+    with pytest.raises(InputError, match=r"rollout.temperature was 1.0 when step 0 was sampled"):
+        loop.prepare(begun, cold)
+    assert load_recipe(begun.recipe) == warm
+    begun.policy(1).mkdir(parents=True)  # step 0 is trained
+    loop.prepare(begun, cold)

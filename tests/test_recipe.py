@@ -23,7 +23,6 @@ def test_defaults_are_the_papers() -> None:
     assert (recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens) == (1024, 8192)
     assert (recipe.curate.replay_ratio, recipe.curate.start_success) == (0.5, 0.35)
     assert (recipe.objective.shaping, recipe.objective.beta) == ("ratio", 0.1)
-    assert recipe.stored_upper == 7
     assert recipe.length_divisor == 8192
 
 
@@ -75,6 +74,8 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
         ("rollout.samples=many", "rollout.samples = 'many'"),
         ("curate.weights=gauss", "curate.weights = 'gauss'"),
         ("curate.upper=0", "curate.upper must be above curate.lower"),
+        ("train={schedule='linear', min_learning_rate=1}", "is above train.learning_rate"),
+        ("model.plain_template=Q: {question}", "model.plain_template = 'Q: {question}'"),
         ("novalue", "expected KEY=VALUE"),
     ],
 )

@@ -208,14 +208,14 @@ def test_a_step_is_asked_for_and_gaps_behind_are_said(call: Call, tmp_path: Path
     said = call("status", run.root)
     assert "1 steps done, policy step-00001, replay since step 1" in said
     assert "step 0 is trained, but parts are missing: verify 1\n" in said
-    assert f"next: exgrpo curate {run.root} --step 1" in said
+    assert f"next: exgrpo verify {run.root} --step 0" in said  # curate reads the whole log
     shutil.rmtree(run.rollouts(0))
     run.rollouts(0).mkdir()
     assert "missing: rollout 0-1, verify 1\n" in call("status", run.root)
     earlier = json.loads(call("status", run.root, "--step", 0, "--json"))
     assert earlier["step"]["stages"]["verify"]["missing"] == [1]
     assert earlier["step"]["stages"]["train"]["complete"]
-    assert earlier["next"]["step"] == 1
+    assert (earlier["next"]["step"], earlier["next"]["stage"]) == (0, "rollout")
 
 
 def test_finished_runs_say_so(call: Call, tmp_path: Path) -> None:

@@ -456,6 +456,7 @@ def verify(
         log=to_stderr,
     )
     _result(result, as_json)
+    stage.refuse_errors(result, place.verdicts(step))
 
 
 @app.command(rich_help_panel="Stages")

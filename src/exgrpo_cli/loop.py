@@ -19,11 +19,18 @@ from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import Log, is_first_process, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir, step_name
-from exgrpo_cli.stages.verify import open_pool
+from exgrpo_cli.stages.verify import open_pool, refuse_errors
 from exgrpo_cli.tracking import open_tracker
 
 if TYPE_CHECKING:
     from exgrpo_cli.verifiers.pool import Pool
+
+
+SAMPLED_BY = (
+    "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
+    "model.template", "model.plain_template", "model.system", "model.replace_system",
+)  # fmt: skip
+"""Settings that a step's rollouts have in common, and that what is made from them counts on."""
 
 
 def run_loop(
@@ -110,8 +117,22 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
         raise InputError(f"{run.root}: is a file; a run is a directory")
     check_policy(recipe.model.path)
     check_sampling(recipe)
+    if recipe.curate.replay_ratio > 0 and recipe.rollout.samples - 1 <= recipe.curate.lower:
+        raise InputError(
+            f"rollout.samples = {recipe.rollout.samples} and curate.lower ="
+            f" {recipe.curate.lower}: no success would ever be stored; raise samples, or set"
+            " curate.replay_ratio = 0"
+        )
     changed = differences(load_recipe(run.recipe), recipe) if run.recipe.exists() else {}
+    latest = max(run.steps("policy"), default=0)
+    sampled = any(run.rollouts(latest).glob("*part-*"))  # also what a killed task has left
     for key, (old, new) in changed.items():
+        if sampled and key in SAMPLED_BY:
+            raise InputError(
+                f"{run.root}: {key} was {old!r} when step {latest} was sampled, and becomes"
+                f" {new!r} only between steps; train step {latest} first, or remove"
+                f" {run.rollouts(latest)}"
+            )
         trained = bool(run.steps("policy")) and key.startswith(("lora.", "model.path"))
         if trained or (run.problems.exists() and key.startswith("problems.")):
             raise InputError(
@@ -217,22 +238,12 @@ def _check_target(out: Path, source: Path) -> None:
         raise InputError(f"{out}: is the source itself; give another --out")
 
 
-def _check_verdicts(judged: dict[str, Any], run: RunDir, step: int, log: Log) -> None:
-    """Say what was not judged; stop when nothing was.
-
-    Raises:
-        StageError: every answer ended in an error.
-    """
+def _say_unjudged(judged: dict[str, Any], step: int, log: Log) -> None:
     counts = judged.get("by_status", {})
     unjudged = {k: v for k, v in counts.items() if k in ("error", "timeout", "unparsable") and v}
     if unjudged:
         words = ", ".join(f"{count} {status}" for status, count in unjudged.items())
         log(f"step {step}: of {judged['rows']} verdicts {words}")
-    if judged.get("rows") and counts.get("error") == judged["rows"]:
-        raise StageError(
-            f"{run.verdicts(step)}: every verdict is an error; see: exgrpo verify {run.root}"
-            " --explain ROLLOUT_ID, then remove this folder"
-        )
 
 
 def evaluate_step(
@@ -443,7 +454,8 @@ def _iterate(
         "verify",
         lambda: verify(run.rollouts(step), run.problems, run.verdicts(step), recipe, pool=pool),
     )
-    _check_verdicts(judged, run, step, log)
+    _say_unjudged(judged, step, log)
+    refuse_errors(judged, run.verdicts(step))
     engine.make_room()
     if recipe.score.enabled:
         timed(
@@ -462,7 +474,12 @@ def _iterate(
                 )
             ),
         )
-    chosen = timed("curate", lambda: curate(run, step, recipe))
+
+    def say(line: str) -> None:
+        if not line.startswith(f"step {step}"):  # that one is said below, with the training
+            log(line)
+
+    chosen = timed("curate", lambda: curate(run, step, recipe, log=say))
     said: list[str] = []
     several = recipe.train.processes > 1
     trained = timed(

@@ -45,7 +45,9 @@ class ModelSettings(Section):
         description="auto: the tokenizer's chat template if it has one; plain: plain_template",
     )
     plain_template: str = Field(
-        "{prompt}", description="prompt of a model without chat template; {prompt} is the question"
+        "{prompt}",
+        pattern=r"\{prompt\}",
+        description="prompt of a model without chat template; {prompt} is the question",
     )
     system: str = Field("", description="system message put before each prompt that has none")
     replace_system: bool = Field(
@@ -166,7 +168,9 @@ class CurateSettings(Section):
         False, description="keep the successes of steps before replay has started"
     )
     lower: int = Field(0, ge=0, description="successes are stored when lower < k <= upper")
-    upper: int | None = Field(None, ge=0, description="see lower; default K - 1")
+    upper: int | None = Field(
+        None, ge=0, description="see lower; default none: who succeeds throughout is retired"
+    )
     count_replayed: bool = Field(True, description="whether the replayed row counts in the bucket")
     weights: Literal["normal", "linear", "sqrt", "linear_clip", "uniform"] = Field(
         "normal", description="how a bucket's weight depends on its count of successes k"
@@ -324,6 +328,9 @@ class Recipe(Section):
         upper = self.curate.upper
         if upper is not None and upper <= self.curate.lower:
             raise ValueError("curate.upper must be above curate.lower")
+        train = self.train
+        if train.schedule != "constant" and train.min_learning_rate > train.learning_rate:
+            raise ValueError("train.min_learning_rate is above train.learning_rate")
         return self
 
     @property
@@ -336,12 +343,6 @@ class Recipe(Section):
         """How many tokens the engine's entropies are estimated from; none where score follows."""
         given = self.rollout.entropy_top_k
         return given if given is not None else 0 if self.score.enabled else 8
-
-    @property
-    def stored_upper(self) -> int:
-        """The most successes with which a group is stored: by default K - 1."""
-        upper = self.curate.upper
-        return self.rollout.samples - 1 if upper is None else upper
 
 
 def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

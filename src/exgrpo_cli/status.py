@@ -279,6 +279,7 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
             f"{run.trainer(trained)}: the trainer state of the newest policy is missing, and train"
             " needs it; restore it"
         )
+    behind = _behind(run, trained, settings)
     return {
         "path": str(run.root),
         "steps": trained,
@@ -287,10 +288,10 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         "replay_started_step": _replay_from(run, trained),
         "at_work": run.is_locked(),
         "step": shown,
-        "behind": _behind(run, trained, settings),
+        "behind": behind,
         "evaluations": _evaluations(run, trained, settings),
         "faults": faults,
-        "next": _next(run, current, recipe),
+        "next": _next(run, current, recipe, behind),
     }
 
 
@@ -311,11 +312,17 @@ def next_stage(run: RunDir, recipe: Recipe | None) -> dict[str, Any]:
     The stage is ``init`` before there are problems, ``done`` when all steps are trained, and
     ``finished`` when no question is left.
     """
-    trained = max(run.steps("policy"), default=0)
-    return _next(run, describe_step(run, trained, recipe or Recipe()), recipe)
+    trained, settings = max(run.steps("policy"), default=0), recipe or Recipe()
+    behind = _behind(run, trained, settings)
+    return _next(run, describe_step(run, trained, settings), recipe, behind)
 
 
-def _next(run: RunDir, current: Mapping[str, Any], recipe: Recipe | None) -> dict[str, Any]:
+def _next(
+    run: RunDir,
+    current: Mapping[str, Any],
+    recipe: Recipe | None,
+    behind: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
     root, step = shlex.quote(str(run.root)), current["step"]
     if recipe is not None and step >= recipe.loop.steps:
         missing = [
@@ -333,6 +340,10 @@ def _next(run: RunDir, current: Mapping[str, Any], recipe: Recipe | None) -> dic
         command = f"exgrpo curate {root} --step {step - 1}"
         return {"step": step - 1, "stage": "curate", "command": command}
     stage = due_stage(current) or "train"
+    for before, gaps in behind.items():
+        for earlier in ("rollout", "verify"):
+            if stage == "curate" and earlier in gaps:  # which reads the whole log
+                step, stage = int(before), earlier
     return {"step": step, "stage": stage, "command": f"exgrpo {stage} {root} --step {step}"}
 
 

@@ -311,6 +311,31 @@ def test_bounds(run: RunDir, settings_: dict, stored: set, bucket: dict) -> None
     assert {q: questions(run)[q]["bucket"] for q in "abc"} == bucket
 
 
+def test_fewer_samples_leave_what_more_have_stored(run: RunDir) -> None:
+    start_replay(run, make_recipe(samples=4))
+    write_step(run, 1, group(1, "a", "1101") + group(1, "b", "0110"))
+    curate(run, 1, make_recipe(samples=4))
+    before = pool(run)
+    assert set(before) == {"a", "b"}
+    rebuild(run, 1, make_recipe(samples=2))
+    assert pool(run) == before
+
+
+def test_a_step_of_errors_alone_is_no_failure_of_the_policy(run: RunDir) -> None:
+    rows = group(0, "a", "0000")
+    write_step(run, 0, rows)
+    path = run.verdicts(0) / tables.part_name(0, 1)
+    verdicts = tables.read_table("verdicts", path)
+    tables.write_table("verdicts", verdicts.with_columns(status=pl.lit("error")), path)
+    with pytest.raises(InputError, match=r"every verdict is an error.*--step 0 --force"):
+        curate(run, 0, make_recipe())
+    assert not run.plan(1).exists()
+    one = pl.when(pl.col("rollout_id") == rows[0]["rollout_id"]).then(pl.lit("ok"))
+    one = one.otherwise(pl.lit("error")).alias("status")
+    tables.write_table("verdicts", verdicts.with_columns(one), path)
+    curate(run, 0, make_recipe())
+
+
 def test_count_replayed_says_which_counts_make_the_bucket(run: RunDir) -> None:
     write_step(run, 0, group(0, "zz", "1110"))
     write_step(run, 1, group(1, "a", "1100"))
@@ -1012,7 +1037,8 @@ class Reference:
     """The experience as plain Python: dictionaries and lists, a group at a time."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.curate, self.upper = recipe.curate, recipe.stored_upper
+        self.curate = recipe.curate
+        self.upper = math.inf if recipe.curate.upper is None else recipe.curate.upper
         self.pool: dict[str, dict[str, dict]] = {}
         self.bucket: dict[str, tuple[int, int]] = {}
         self.retired: dict[str, int] = {}

@@ -342,3 +342,16 @@ def test_explain(tmp_path: Path, problems: Path) -> None:
     assert "1 seconds" in late["why"]
     with pytest.raises(InputError, match="no rollout 's00000/x/00'"):
         explain(rollouts, problems, "s00000/x/00", RECIPE)
+
+
+def test_a_verifier_that_fails_everywhere_ends_with_1(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("def judge(response, answer, metadata):\n    return (True, 'a tuple')\n")
+    problems = write_problems(tmp_path / "problems.parquet", [("f", "1", f"{own}:judge", None)])
+    rows = [rollout("f", sample, "1") for sample in range(2)]
+    rollouts = write_rollouts(tmp_path / "rollouts.parquet", rows)
+    out = tmp_path / "verdicts.parquet"
+    done = exgrpo("verify", "--rollouts", rollouts, "--problems", problems, "--out", out, code=1)
+    assert "0 of 2 correct (2 error)" in done.stderr
+    assert f"exgrpo: {out}: every verdict is an error" in done.stderr
+    assert tables.read_table("verdicts", out)["status"].to_list() == ["error"] * 2

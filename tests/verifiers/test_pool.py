@@ -142,6 +142,41 @@ def test_a_users_function(user_file: Callable[[str], str], tmp_path: Path) -> No
     assert "512 MiB" in got["memory"].why
 
 
+def test_workers_that_died_between_calls_are_replaced(user_file: Callable[[str], str]) -> None:
+    verifier = user_file("def judge(response, answer, metadata):\n    return True\n")
+    with Pool(4) as pool:
+        for call in range(2):
+            jobs = [Job(verifier, f"gold {i}", None, f"{call}/{i}") for i in range(8)]
+            assert [verdict.status for verdict in pool.judge(jobs)] == ["ok"] * 8
+            idle = workers_alive()
+            for worker in idle:
+                worker.kill()
+            deadline = time.monotonic() + 10
+            while any(worker.status() != psutil.STATUS_ZOMBIE for worker in idle):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+
+def test_a_timeout_may_be_asked_for_again(user_file: Callable[[str], str], tmp_path: Path) -> None:
+    busy = tmp_path / "busy"
+    busy.touch()
+    verifier = user_file(
+        """
+        import os, time
+        def judge(response, answer, metadata):
+            time.sleep(60 if os.path.exists(answer) else 0)
+            return True
+        """
+    )
+    job = Job(verifier, str(busy), None, "slow")
+    with Pool(1, timeout=0.5) as pool:
+        assert pool.judge([job])[0].status == "timeout"
+        busy.unlink()
+        assert pool.judge([job])[0].status == "timeout"  # remembered, as within one call of verify
+        pool.forget_timeouts()
+        assert pool.judge([job])[0].status == "ok"
+
+
 def test_a_function_that_leaks_costs_no_verdict(
     user_file: Callable[[str], str], tmp_path: Path
 ) -> None:

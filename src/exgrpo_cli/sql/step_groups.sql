@@ -3,7 +3,7 @@
 -- in   step_rows, questions (as they stood before the step)
 --      planned           (problem_id, role): the step's plan; empty where none is kept
 --      $step             t
---      $lower, $upper    a group is stored when lower < k <= upper
+--      $lower, $upper    a group is stored when lower < k <= upper; upper null: however often
 --      $count_replayed   whether k and n include the replayed row
 --      $storing          whether this step stores at all: replay is on, or store_before_start
 --      $retiring         whether questions retire at all: not where nothing is ever replayed
@@ -54,6 +54,6 @@ SELECT
     g.solved,
     q.retired_step IS NOT NULL
         AND ($revive_after IS NULL OR $step < q.retired_step + $revive_after) AS retired,
-    $storing AND NOT retired AND NOT g.solved AND g.k > $lower AND g.k <= $upper AS stores
+    $storing AND NOT retired AND NOT g.solved AND g.k > $lower AND g.k <= coalesce($upper, g.k) AS stores
 FROM counted AS g
 LEFT JOIN questions AS q ON q.problem_id = g.problem_id;

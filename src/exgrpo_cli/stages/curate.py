@@ -290,7 +290,7 @@ def _table_settings(recipe: Recipe) -> dict[str, Any]:
     curate = recipe.curate
     return {
         "lower": curate.lower,
-        "upper": recipe.stored_upper,
+        "upper": curate.upper,
         "count_replayed": curate.count_replayed,
         "start_success": curate.start_success,
         "store_before_start": curate.store_before_start,
@@ -426,7 +426,7 @@ def _take_in(
         "step_groups",
         step=step,
         lower=curate.lower,
-        upper=recipe.stored_upper,
+        upper=curate.upper,
         count_replayed=curate.count_replayed,
         storing=not _on_policy(recipe) and (replaying or curate.store_before_start),
         retiring=not _on_policy(recipe),
@@ -1141,6 +1141,7 @@ def curate(
         _choose(con, run, step, step_files, recipe)
         replaying = state.replay_from is not None and state.replay_from <= step
         _take_in(con, run, step, step_files, recipe, state)
+        _refuse_unjudged(con, run, step)
         planning = state.replay_from is not None and state.replay_from <= step + 1
         next_plan, epoch = _plan(con, recipe, step + 1, planning)
         metrics = _metrics(con, step, recipe)
@@ -1179,6 +1180,18 @@ def curate(
         tables.write_table("plan", next_plan, run.plan(step + 1))
     _say_result(say, step, recipe, metrics, next_plan.height)
     return metrics | {"skipped": False, "rebuilt": rebuilt, "finished": not next_plan.height}
+
+
+def _refuse_unjudged(con: duckdb.DuckDBPyConnection, run: RunDir, step: int) -> None:
+    """A verifier that fails everywhere would pass for a policy that solves nothing."""
+    rows, errors = con.execute(
+        "SELECT count(*), count(*) FILTER (WHERE status = 'error') FROM step_rows"
+    ).fetchall()[0]
+    if rows and rows == errors:
+        raise InputError(
+            f"{run.verdicts(step)}: every verdict is an error; exgrpo verify {run.root} --explain"
+            f" ROLLOUT_ID says why; then: exgrpo verify {run.root} --step {step} --force"
+        )
 
 
 def _keep_replay_metrics(metrics: dict[str, Any], recorded: Path) -> dict[str, Any]:

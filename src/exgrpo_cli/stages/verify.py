@@ -9,13 +9,13 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.verifiers import STATUSES, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
@@ -86,6 +86,7 @@ def verify(
         contextlib.nullcontext(pool) if pool is not None else open_pool(recipe) as judges,
         _reader() as con,
     ):
+        judges.forget_timeouts()
         for file, target in todo:
             part = _Counts(dict.fromkeys(STATUSES, 0))
             _write(_judge_part(con, file, golds, problems, recipe, judges, part), target)
@@ -93,8 +94,8 @@ def verify(
             total["correct"] += part.correct
             for status, count in part.by_status.items():
                 by_status[status] += count
-            others = [f"{n} {status}" for status, n in part.by_status.items() if n]
-            words = f" ({', '.join(others[1:])})" if others[1:] else ""
+            others = [f"{n} {s}" for s, n in part.by_status.items() if n and s != "ok"]
+            words = f" ({', '.join(others)})" if others else ""
             say(f"{target}: {part.correct} of {part.rows} correct{words}")
     return total | {
         "by_status": by_status,
@@ -110,6 +111,23 @@ def open_pool(recipe: Recipe) -> Pool:
 
     settings = recipe.verify
     return Pool(settings.workers, settings.timeout, settings.memory_mb)
+
+
+def refuse_errors(judged: Mapping[str, Any], out: Path) -> None:
+    """Stop where nothing could be judged: it would pass for a policy that solves nothing.
+
+    Args:
+        judged: what :func:`verify` returned.
+        out: where its verdicts are.
+
+    Raises:
+        StageError: every verdict that was made is an error.
+    """
+    if judged["rows"] and judged["by_status"]["error"] == judged["rows"]:
+        raise StageError(
+            f"{out}: every verdict is an error; verify with --explain ROLLOUT_ID says why, and with"
+            " --force judges again"
+        )
 
 
 def explain(

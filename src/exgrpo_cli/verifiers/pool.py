@@ -197,6 +197,10 @@ class Pool:
         while self._workers:
             self._remove(self._workers[-1])
 
+    def forget_timeouts(self) -> None:
+        """Ask again for what took too long: the machine may have been busy."""
+        self._verdicts = {k: v for k, v in self._verdicts.items() if v.status != "timeout"}
+
     def judge(self, jobs: Sequence[Job]) -> list[Verdict]:
         """Judge answers; equal jobs are judged once, also over several calls.
 
@@ -290,6 +294,9 @@ class Pool:
             for index, request in enumerate(requests)
         )
         replies: dict[int, dict[str, Any]] = {}
+        for worker in list(self._workers):
+            if worker.task is None and worker.process.poll() is not None:
+                self._remove(worker)  # died since the last call
         try:
             while len(replies) < len(requests):
                 busy = sum(worker.task is not None for worker in self._workers)
@@ -297,7 +304,7 @@ class Pool:
                     self._start()
                 for worker in list(self._workers):
                     if queue and worker.ready and worker.task is None:
-                        self._send(worker, queue, replies)
+                        self._send(worker, queue)
                 self._wait(queue, replies)
         except BaseException:
             # also Ctrl-C: what is half read cannot be used again
@@ -380,11 +387,13 @@ class Pool:
         task.crashes += 1
         queue.put_back(task)
 
-    def _send(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
+    def _send(self, worker: _Worker, queue: _Queue) -> None:
+        task = queue.take(worker.gold, {other.gold for other in self._workers})
         try:
-            worker.send(queue.take(worker.gold, {other.gold for other in self._workers}))
-        except BrokenPipeError:
-            self._crashed(worker, queue, replies)
+            worker.send(task)
+        except BrokenPipeError:  # it had died before: not the task's doing
+            self._remove(worker)
+            queue.put_back(task)
 
     def _start(self) -> None:
         try:
