@@ -476,7 +476,7 @@ def _iterate(
         )
 
     def say(line: str) -> None:
-        if not line.startswith(f"step {step}"):  # that one is said below, with the training
+        if not line.startswith((f"step {step}", "planned step")):  # said below, with the training
             log(line)
 
     chosen = timed("curate", lambda: curate(run, step, recipe, log=say))
