@@ -110,7 +110,6 @@ def main(argv: list[str] | None = None) -> None:
         app(args=arguments, prog_name="exgrpo")
     except SystemExit as end:
         if processes() > 1:
-            _flush()
             _leave(end)
         raise
     finally:
@@ -131,6 +130,7 @@ def _leave(end: SystemExit) -> NoReturn:
     that frees a tensor while the interpreter is taken apart aborts a process that had finished.
     """
     atexit._run_exitfuncs()
+    _flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
-from exgrpo_cli.engines import Engine, open_engines, resolve_engine
+from exgrpo_cli.engines import Engine, engine_count, open_engines, resolve_engine
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import Log, is_first_process, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
@@ -160,13 +160,10 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
 
 def _check_devices(recipe: Recipe) -> None:
     """Refuse more processes than there are GPUs, before anything is sampled."""
-    from exgrpo_cli.engines.parallel import process_environments
+    from exgrpo_cli.engines.parallel import engine_environments, process_environments
 
-    if recipe.rollout.processes > 1 and recipe.rollout.engine != "server":
-        kind = resolve_engine(recipe.rollout.engine)
-        process_environments(
-            recipe.rollout.processes, recipe.rollout.tensor_parallel if kind == "vllm" else 1
-        )
+    if engine_count(recipe) > 1:
+        engine_environments(recipe)
     if recipe.score.enabled and recipe.score.processes > 1:
         process_environments(recipe.score.processes)
 
@@ -770,7 +767,7 @@ class _WarmEngine:
         if self._engine is None or policy != self._policy:
             _return_memory()
         if self._engine is None:
-            count = self._recipe.rollout.processes
+            count = engine_count(self._recipe)
             side_by_side = f", {count} side by side" if count > 1 else ""
             self._log(
                 f"opening {policy} in {resolve_engine(self._recipe.rollout.engine)}{side_by_side}"

@@ -112,16 +112,19 @@ def open_engine(recipe: Recipe, policy: str) -> Engine:
     return TransformersEngine(recipe, policy)
 
 
-def open_engines(recipe: Recipe, policy: str) -> Engine:
-    """Load a policy into ``rollout.processes`` engines side by side, as one engine.
+def engine_count(recipe: Recipe) -> int:
+    """How many engines sample side by side; a server shares its work among GPUs by itself."""
+    return 1 if recipe.rollout.engine == "server" else recipe.rollout.processes
 
-    One is opened in this process; a server shares its work among GPUs by itself.
+
+def open_engines(recipe: Recipe, policy: str) -> Engine:
+    """Load a policy into :func:`engine_count` engines as one; a single one in this process.
 
     Raises:
         InputError: see :func:`open_engine`; too few GPUs.
         StageError: a process ended.
     """
-    if recipe.rollout.processes == 1 or recipe.rollout.engine == "server":
+    if engine_count(recipe) == 1:
         return open_engine(recipe, policy)
     from exgrpo_cli.engines.parallel import ParallelEngine
 

@@ -20,7 +20,14 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from exgrpo_cli.engines import Completion, Request, Sampling, open_engine, resolve_engine
+from exgrpo_cli.engines import (
+    Completion,
+    Request,
+    Sampling,
+    engine_count,
+    open_engine,
+    resolve_engine,
+)
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.models import check_policy
 from exgrpo_cli.recipe import Recipe
@@ -59,6 +66,17 @@ def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]
         {"CUDA_VISIBLE_DEVICES": ",".join(names[i * gpus_each : (i + 1) * gpus_each])}
         for i in range(count)
     ]
+
+
+def engine_environments(recipe: Recipe) -> list[dict[str, str]]:
+    """:func:`process_environments` of the engines that sample side by side.
+
+    Raises:
+        InputError: there are not so many GPUs.
+    """
+    kind = resolve_engine(recipe.rollout.engine)
+    gpus_each = recipe.rollout.tensor_parallel if kind == "vllm" else 1
+    return process_environments(engine_count(recipe), gpus_each)
 
 
 def _core_shares(count: int) -> list[dict[str, str]]:
@@ -105,10 +123,9 @@ class ParallelEngine:
         """
         check_policy(policy)
         self.name = resolve_engine(recipe.rollout.engine)
-        each = recipe.rollout.tensor_parallel if self.name == "vllm" else 1
         self._workers: list[_Worker] = []
         try:
-            for variables in process_environments(recipe.rollout.processes, each):
+            for variables in engine_environments(recipe):
                 self._workers.append(_start(variables))
             self._tell("open", recipe.model_dump(mode="json"), policy)
         except BaseException:
