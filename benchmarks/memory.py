@@ -220,7 +220,8 @@ def measured_activations(
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from exgrpo_cli.policy.logprobs import open_head, token_statistics
+    from exgrpo_cli.training.head import open_head
+    from exgrpo_cli.training.logprobs import token_statistics
 
     totals = []
     for layers in (1, 3):

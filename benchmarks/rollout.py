@@ -212,10 +212,10 @@ def entropy(options: argparse.Namespace) -> None:
     from exgrpo_cli.engines import Completion, Request, Sampling
     from exgrpo_cli.engines.vllm import VllmEngine
     from exgrpo_cli.models import load_model, load_tokenizer
-    from exgrpo_cli.policy.logprobs import score_sequences
     from exgrpo_cli.problems import import_problems
     from exgrpo_cli.recipe import load_recipe
     from exgrpo_cli.stages.rollout import completion_row, encode_prompts
+    from exgrpo_cli.training.logprobs import score_sequences
 
     recipe = load_recipe(
         None,

@@ -194,10 +194,10 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
     from safetensors.torch import load_file, save_file
 
-    from exgrpo_cli.policy import update
     from exgrpo_cli.recipe import parse_recipe
     from exgrpo_cli.stages.score import score
     from exgrpo_cli.stages.train import train
+    from exgrpo_cli.training import update
 
     run_updates, spent = update.run_updates, [0.0, 0.0]
 

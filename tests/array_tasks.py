@@ -18,7 +18,7 @@ _PRELOADED = [
     "polars",
     "exgrpo_cli.cli",
     "exgrpo_cli.engines.transformers",
-    "exgrpo_cli.policy.update",
+    "exgrpo_cli.training.update",
     "exgrpo_cli.stages.curate",
     "exgrpo_cli.verifiers.pool",
     "transformers.models.auto.modeling_auto",

@@ -12,7 +12,7 @@ from polars.testing import assert_frame_equal
 from array_tasks import server, slurm, start
 from exgrpo_cli.recipe import load_recipe
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.status import describe_step
+from exgrpo_cli.runs.state import describe_step
 from small_runs import parts
 
 TASKS = 4

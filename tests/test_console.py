@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from exgrpo_cli import tables
-from exgrpo_cli.console import answer, open_run
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.inspect.sql import answer, open_run
 from exgrpo_cli.rundir import RunDir
 from sample_run import make_run
 

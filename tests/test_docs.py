@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from exgrpo_cli import tables
-from exgrpo_cli.cli import app
+from exgrpo_cli.cli.app import app
 from exgrpo_cli.recipe import load_recipe, to_toml
 
 ROOT = Path(__file__).parents[1]

@@ -8,10 +8,11 @@ from typing import Any
 import polars as pl
 import pytest
 
-from exgrpo_cli import loop, tables
+from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, load_recipe
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.runs import loop
 
 ROOT = Path(__file__).parents[1]
 

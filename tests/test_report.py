@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo_cli import charts, tables
+from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.report import evaluation_names, learning_curve, replay_start, series, write_report
+from exgrpo_cli.inspect import charts
+from exgrpo_cli.inspect.report import write_report
+from exgrpo_cli.metrics import evaluation_names, learning_curve, replay_start, series
 from exgrpo_cli.rundir import RunDir
 from sample_run import HOSTILE, make_evaluation, make_metrics, make_run, make_tables, write
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.inspect.show import describe, match_table, show
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.show import describe, match_table, show
 from sample_run import make_metrics, make_run, make_tables, write
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from exgrpo_cli.statistics import (
+from exgrpo_cli.evaluation import (
     average_of_sources,
     avg_at_k,
     bootstrap_interval,

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from exgrpo_cli import cli, tables
+from exgrpo_cli.inspect.status import numbers, shards
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.status import numbers, shards
 from sample_run import make_metrics, make_run, make_tables, rollout_rows, verdict_rows, write
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from exgrpo_cli import tables
-from exgrpo_cli.policy.logprobs import score_sequences
 from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.training.logprobs import score_sequences
 
 VOCABULARY, SAMPLES, LONGEST = 48, 4, 10
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 
 Log = Callable[[str], None]
 """Takes one plain line."""
+
 
 _PLAIN_SECONDS = 30.0
 
@@ -21,21 +21,6 @@ def quiet(_: str) -> None:
 def to_stderr(line: str) -> None:
     """The command line's log."""
     print(line, file=sys.stderr, flush=True)
-
-
-def processes() -> int:
-    """How many processes ``torchrun`` started, on all machines; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def is_first_process() -> bool:
-    """Whether this process speaks, locks and records for all that torchrun started."""
-    return processes() == 1 or os.environ.get("RANK", "0") == "0"
-
-
-def is_first_of_machine() -> bool:
-    """Whether this process says what all processes of its machine would say alike."""
-    return processes() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.progress import is_first_process
+from exgrpo_cli.machine import is_first_process
 from exgrpo_cli.tables import finite_or_none, write_json, write_text
 
 

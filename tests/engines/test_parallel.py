@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo_cli.engines import Request, Sampling, open_engine, open_engines
-from exgrpo_cli.engines.parallel import process_environments, split
+from exgrpo_cli.engines.parallel import split
 from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.machine import process_environments
 from exgrpo_cli.recipe import Recipe, parse_recipe
 
 

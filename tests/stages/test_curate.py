@@ -22,20 +22,14 @@ from hypothesis import strategies as st
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.experience.buckets import bucket_log_weights, bucket_probabilities, draw_counts
+from exgrpo_cli.experience.choose import fetch_trajectories, replay_candidates
+from exgrpo_cli.experience.plan import first_plan
+from exgrpo_cli.experience.pool import rebuild, replay_on
 from exgrpo_cli.recipe import CurateSettings, Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.stages import curate as stage
-from exgrpo_cli.stages.curate import (
-    bucket_log_weights,
-    bucket_probabilities,
-    curate,
-    draw_counts,
-    fetch_trajectories,
-    first_plan,
-    rebuild,
-    replay_candidates,
-    replay_on,
-)
+from exgrpo_cli.stages.curate import curate
 from sample_log import (
     group,
     make_recipe,
@@ -1405,7 +1399,7 @@ def test_views_load_in_the_duckdb_program(run: RunDir) -> None:
     if program is None:
         pytest.skip("the duckdb program is not installed")
     fill_pool(run, make_recipe(), {"a": "1100"})
-    views = Path(stage.__file__).parents[1] / "sql" / "views.sql"
+    views = Path(stage.__file__).parents[1] / "experience" / "sql" / "views.sql"
     done = subprocess.run(
         [program, "-init", str(views), "-csv", "-c", "SELECT count(*) AS n FROM experience"],
         cwd=run.root,

@@ -10,10 +10,12 @@ import pytest
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.experience.plan import first_plan
+from exgrpo_cli.experience.whatif import choices
+from exgrpo_cli.inspect.diff import diff, format_diff
 from exgrpo_cli.recipe import Recipe, to_toml
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.stages.curate import choices, curate, first_plan
-from exgrpo_cli.stages.diff import diff, format_diff
+from exgrpo_cli.stages.curate import curate
 from sample_log import (
     group,
     make_recipe,

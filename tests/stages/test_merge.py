@@ -15,9 +15,9 @@ from exgrpo_cli.cli import main
 from exgrpo_cli.demo import make_tokenizer
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.models import load_model
-from exgrpo_cli.policy.checkpoint import save_policy
 from exgrpo_cli.recipe import ModelSettings
-from exgrpo_cli.stages.merge import merge
+from exgrpo_cli.training.merge import merge
+from exgrpo_cli.training.policy import save_policy
 
 IDS = torch.tensor([[5, 6, 7, 30, 8, 9, 2, 4, 4, 11]])
 

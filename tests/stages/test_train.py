@@ -15,12 +15,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.models import load_model
-from exgrpo_cli.policy import update
-from exgrpo_cli.policy.logprobs import open_head
-from exgrpo_cli.policy.objective import Clip
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.stages import train as stage
 from exgrpo_cli.stages.train import train
+from exgrpo_cli.training import update
+from exgrpo_cli.training.head import open_head
+from exgrpo_cli.training.objective import Clip
 from train_files import LONGEST, SAMPLES, VOCABULARY, make_step, recipe, same, tiny, weights
 
 
@@ -607,7 +607,7 @@ KILLED = textwrap.dedent("""
     import torch
     torch.set_num_threads(1)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
-    from exgrpo_cli.policy import checkpoint
+    from exgrpo_cli.training import trainer_state as checkpoint
     from exgrpo_cli.recipe import parse_recipe
     from exgrpo_cli.stages.train import train
     arguments = json.loads(sys.argv[1])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from exgrpo_cli.loop import _why_failed
 from exgrpo_cli.recipe import to_toml
+from exgrpo_cli.runs.processes import _why_failed
 from exgrpo_cli.stages.train import train
 from small_runs import SMALL, parts
 from train_files import make_step, recipe, tiny, weights

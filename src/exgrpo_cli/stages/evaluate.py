@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.engines import Engine, Request, Sampling, open_engine
 from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.progress import Log, progress, quiet
-from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.statistics import (
+from exgrpo_cli.evaluation import (
     average_of_sources,
     format_table,
     interval_of,
@@ -21,6 +19,8 @@ from exgrpo_cli.statistics import (
     powers_of_two,
     summarise,
 )
+from exgrpo_cli.progress import Log, progress, quiet
+from exgrpo_cli.recipe import Recipe
 
 if TYPE_CHECKING:
     import polars as pl
@@ -76,7 +76,7 @@ def evaluate(
         ``policy``, ``step``, ``samples``, ``samples_by_source`` (of the sources that are there),
         ``temperature``, ``max_new_tokens``, ``left_out`` (problems whose prompts are too long),
         ``rows`` (by source), ``overall`` and ``average`` (of the sources); see
-        :func:`exgrpo_cli.statistics.summarise` and ``average_of_sources``.
+        :func:`exgrpo_cli.evaluation.summarise` and ``average_of_sources``.
 
     Raises:
         InputError: no problems whose prompts are short enough, ``out`` holds an evaluation of

@@ -206,7 +206,7 @@ def ensure_plan(run: RunDir, step: int, recipe: Recipe, log: Log = quiet) -> Pat
         raise InputError(
             f"{path}: step {step} has no plan; run: exgrpo curate {run.root} --step {step - 1}"
         )
-    from exgrpo_cli.stages.curate import first_plan
+    from exgrpo_cli.experience.plan import first_plan
 
     # Tasks of an array that start together write the same plan; the rename keeps it whole.
     tables.write_table("plan", first_plan(run.problems, recipe, log), path)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import polars as pl
     from torch import Tensor
 
-    from exgrpo_cli.policy.logprobs import Head
+    from exgrpo_cli.training.head import Head
 
 CANDIDATES_PER_PART = 512
 """Replay candidates in one part of the scores."""
@@ -104,7 +104,7 @@ def score(
 
 def _open(policy: str, recipe: Recipe, log: Log) -> Head:
     from exgrpo_cli.models import load_model, resolve_device, training_dtype
-    from exgrpo_cli.policy.logprobs import open_head
+    from exgrpo_cli.training.head import open_head
 
     device = resolve_device(recipe.score.device)
     log(f"score: opening {policy} on {device}")
@@ -115,7 +115,7 @@ def _candidate_parts(run: RunDir | None, step: int, out: Path) -> list[tuple[Pat
     """The stored trajectories of the step's replay questions, cut into parts."""
     if run is None or not run.plan(step).exists() or not run.experience.exists():
         return []
-    from exgrpo_cli.stages.curate import replay_candidates
+    from exgrpo_cli.experience.choose import replay_candidates
 
     candidates = replay_candidates(run, step)
     if candidates.is_empty():
@@ -131,7 +131,7 @@ def _candidate_parts(run: RunDir | None, step: int, out: Path) -> list[tuple[Pat
 
 
 def _trajectories(run: RunDir | None, candidates: pl.DataFrame) -> pl.DataFrame:
-    from exgrpo_cli.stages.curate import fetch_trajectories
+    from exgrpo_cli.experience.choose import fetch_trajectories
 
     if run is None:
         raise InputError("stored trajectories lie in a run directory, and none was given")
@@ -139,8 +139,8 @@ def _trajectories(run: RunDir | None, candidates: pl.DataFrame) -> pl.DataFrame:
 
 
 def _score_rows(head: Head, rows: pl.DataFrame, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
-    from exgrpo_cli.policy.logprobs import score_sequences
-    from exgrpo_cli.policy.update import autocast
+    from exgrpo_cli.training.logprobs import score_sequences
+    from exgrpo_cli.training.update import autocast
 
     device = next(head.model.parameters()).device
     with autocast(device, recipe.train.autocast):

@@ -1,0 +1,231 @@
+"""The commands for data and inspection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exgrpo_cli.cli.app import app, guarded
+from exgrpo_cli.cli.options import (
+    ForceOption,
+    JsonOption,
+    RecipeOption,
+    SetOption,
+    open_run,
+    print_result,
+    resolve_settings,
+)
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import to_stderr
+
+
+@app.command(rich_help_panel="Data and inspection")
+@guarded
+def problems(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV or Parquet.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Problems table to write; without it, only check.")
+    ] = None,
+    format_: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="auto, problems, verl, dapo, gsm8k, math, openr1, deepscaler, plain or chat.",
+        ),
+    ] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option("--verifier", help="math, choice, exact, numeric, or path.py:function."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--source", help="Name of the set, where rows have none.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Only the first so many problems.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="Leave out prompts too long for this model's tokenizer."),
+    ] = None,
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="Keep rows that ask the same question.")
+    ] = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring your own problems into the problems table, and check them.
+
+    Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR, plain
+    prompt/answer, chat messages.
+    """
+    settings = resolve_settings(
+        None,
+        recipe,
+        sets,
+        problems__format=format_,
+        problems__verifier=verifier,
+        problems__limit=limit,
+    )
+    from exgrpo_cli.runs.prepare import import_into
+
+    report = import_into(
+        out, source, settings, policy, to_stderr, name=name, dedupe=not keep_duplicates
+    )
+    print_result(report, as_json)
+
+
+@app.command(rich_help_panel="Data and inspection")
+@guarded
+def show(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Run directory, table or folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """One screen about a run, or about a table."""
+    from exgrpo_cli.inspect import show as screens
+
+    if as_json:
+        print_result(screens.describe(path), as_json)
+        return
+    from rich.console import Console
+
+    screens.show(path, Console())
+
+
+@app.command(rich_help_panel="Data and inspection")
+@guarded
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="This step; default the one at work.")
+    ] = None,
+    tasks: Annotated[
+        int | None,
+        typer.Option("--tasks", min=1, help="Tasks of your arrays; default one a part."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What of a run is done, missing or being made, and the next command to type.
+
+    For arrays: which shards are missing, and the sbatch line that sends them again.
+    """
+    from exgrpo_cli.inspect.status import format_status
+    from exgrpo_cli.runs.state import describe
+
+    found = describe(open_run(run), step)
+    if as_json:
+        print_result(found, as_json)
+    else:
+        print(format_status(found, tasks))
+
+
+@app.command(rich_help_panel="Data and inspection")
+@guarded
+def diff(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="The other recipe; default RUN/recipe.toml."),
+    ] = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What would have been replayed under another recipe, in numbers, step by step.
+
+    Derives the experience of both recipes (RUN's own, and RECIPE with --set) in memory from RUN's
+    log; nothing is written. The rollouts and the policies are the recorded ones: the comparison is
+    of what each recipe would plan and replay next, given all that was sampled so far. A question
+    that only the other recipe would have sampled has no rollouts, and how training would have gone
+    is not known. Candidates that were never scored for a step count with their recorded entropy.
+    """
+    if recipe is None and not sets:
+        raise InputError("nothing to compare with: give another RECIPE, or --set KEY=VALUE")
+    place = open_run(run)
+    if not place.recipe.exists():
+        raise InputError(f"{place.recipe}: no such file; the run's own recipe is compared with")
+    recorded = resolve_settings(run, None, None)
+    other = resolve_settings(run, recipe, sets)
+    from exgrpo_cli.inspect import diff as stage
+
+    result = stage.diff(place, recorded, other, to_stderr)
+    if as_json:
+        print_result(result, as_json)
+        return
+    print(stage.format_diff(result))
+
+
+@app.command(rich_help_panel="Data and inspection")
+@guarded
+def sql(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    command: Annotated[
+        str | None,
+        typer.Option("--command", "-c", help="The query; default from stdin.", metavar="QUERY"),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a row.")] = False,
+) -> None:
+    """Ask a run questions in SQL: DuckDB with a view for each of its tables.
+
+    The views are problems, plan, rollouts, verdicts, scores, experience, questions and curated;
+    relative paths in a query are RUN's. Without -c the query is read from stdin, and on a terminal
+    a prompt asks for it. Nothing of the run is changed.
+    """
+    if as_csv and as_json:
+        raise InputError("--csv and --json: choose one")
+    from exgrpo_cli.inspect.sql import sql as ask
+
+    ask(run, command, "csv" if as_csv else "json" if as_json else "table")
+
+
+@app.command(rich_help_panel="Data and inspection")
+@guarded
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write RUN/report.html: curves, buckets, evaluations and example rollouts."""
+    from exgrpo_cli.inspect.report import write_report
+
+    place = open_run(run)
+    if not (place.recipe.exists() or place.metrics.exists()):
+        raise InputError(
+            f"{run}: neither recipe.toml nor metrics.jsonl here; is it a run directory?"
+        )
+    print_result({"report": str(write_report(place))}, as_json)
+
+
+@app.command("demo-model", rich_help_panel="Demo")
+@guarded
+def demo_model(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights and data.")] = 0,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the tiny demo model: 0.6M parameters, warmed up on arithmetic in two minutes."""
+    from exgrpo_cli.demo import make_demo_model
+
+    print_result(make_demo_model(out, seed=seed, force=force, log=to_stderr), as_json)
+
+
+@app.command("demo-problems", rich_help_panel="Demo")
+@guarded
+def demo_problems(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the three JSONL files.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write the demo's problems: train, heldout and ood (longer ones)."""
+    from exgrpo_cli.demo import write_demo_problems
+
+    write_demo_problems(out)
+    print_result(
+        {
+            "train": str(out / "train.jsonl"),
+            "heldout": str(out / "heldout.jsonl"),
+            "ood": str(out / "ood.jsonl"),
+        },
+        as_json,
+    )

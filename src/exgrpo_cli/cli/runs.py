@@ -1,0 +1,273 @@
+"""The commands about whole runs: init, run, evaluate and merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from exgrpo_cli.cli.app import app, guarded
+from exgrpo_cli.cli.options import (
+    DryRunOption,
+    EngineOption,
+    ForceOption,
+    JsonOption,
+    MaxNewTokensOption,
+    ModelOption,
+    PolicyOption,
+    RecipeOption,
+    RunArgument,
+    SamplesOption,
+    SeedOption,
+    SetOption,
+    TemperatureOption,
+    TrainingProblemsOption,
+    UrlOption,
+    need,
+    open_run,
+    print_result,
+    resolve_settings,
+)
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import to_stderr
+from exgrpo_cli.rundir import RunDir, step_name
+
+
+@app.command(rich_help_panel="Whole runs")
+@guarded
+def init(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    model: ModelOption = None,
+    problems: TrainingProblemsOption = None,
+    seed: SeedOption = None,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a run directory: resolve the recipe into it and import the problems.
+
+    What run does first; for driving the stages by hand.
+    """
+    settings = resolve_settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        as_json,
+        model__path=model,
+        problems__path=None if problems is None else str(problems),
+        seed=seed,
+    )
+    from exgrpo_cli.runs.prepare import prepare
+
+    place = RunDir(run)
+    prepare(place, settings, to_stderr)
+    print_result({"recipe": str(place.recipe), "problems": str(place.problems)}, as_json)
+
+
+@app.command(rich_help_panel="Whole runs")
+@guarded
+def run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Iterations, counted from the start.")
+    ] = None,
+    engine: EngineOption = None,
+    url: UrlOption = None,
+    model: ModelOption = None,
+    problems: TrainingProblemsOption = None,
+    seed: SeedOption = None,
+    track: Annotated[
+        str | None,
+        typer.Option("--track", help="Also send metrics to trackio, wandb or tensorboard."),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Say where each iteration's time went.")
+    ] = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run ExGRPO: rollout, verify, score, curate and train, again and again.
+
+    Makes the same files as the stages called by hand, and goes on from those that are there.
+    """
+    settings = resolve_settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        as_json,
+        loop__steps=steps,
+        loop__track=track,
+        rollout__engine=engine,
+        rollout__url=url,
+        model__path=model,
+        problems__path=None if problems is None else str(problems),
+        seed=seed,
+    )
+    from exgrpo_cli.metrics import learning_curve
+    from exgrpo_cli.runs.loop import run_loop
+
+    place = RunDir(run)
+    if run.exists() and not run.is_dir():
+        raise InputError(f"{run}: is a file; a run is a directory")
+    fresh = not run.exists()
+    run.mkdir(parents=True, exist_ok=True)
+    try:
+        with place.locked():
+            result = run_loop(place, settings, profile=profile, log=to_stderr)
+    finally:
+        if fresh:
+            _remove_if_unused(run)
+    if as_json:
+        print_result(result, as_json)
+        return
+    curve = learning_curve(place.read_metrics())
+    if curve:
+        print(curve)
+    if profile:
+        from exgrpo_cli.profiling import profile_table
+
+        print(profile_table(place.read_metrics()))
+    print_result(result, as_json)
+
+
+@app.command(rich_help_panel="Whole runs")
+@guarded
+def evaluate(
+    run: RunArgument = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="RUN's policy of this step; default last.")
+    ] = None,
+    policy: PolicyOption = None,
+    problems: Annotated[
+        Path | None, typer.Option("--problems", help="Held-out problems, in any known format.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for rollouts, verdicts and the summary.")
+    ] = None,
+    samples: SamplesOption = None,
+    temperature: TemperatureOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+    engine: EngineOption = None,
+    url: UrlOption = None,
+    seed: SeedOption = None,
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a policy on held-out problems: pass@1 (avg@k) and pass@k by source.
+
+    Intervals are 95% bootstrap intervals over problems. RUN's policy on --problems or the recipe's
+    sets; without RUN: --policy on --problems, into --out.
+    """
+    settings = resolve_settings(
+        run,
+        recipe,
+        sets,
+        dry_run,
+        as_json,
+        rollout__engine=engine,
+        rollout__url=url,
+        evaluate__samples=samples,
+        evaluate__temperature=temperature,
+        evaluate__max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    from exgrpo_cli.runs.evaluations import evaluate_loose, evaluate_sets
+
+    if run is None:
+        need(run, policy=policy, problems=problems, out=out)
+        assert policy is not None
+        assert problems is not None
+        assert out is not None
+        summary = evaluate_loose(policy, problems, out, settings, force=force, log=to_stderr)
+        summaries = {problems.stem: summary}
+    else:
+        place = open_run(run)
+        sets_of = {problems.stem: str(problems)} if problems else settings.evaluate.problems
+        if not sets_of:
+            raise InputError("no problems to evaluate on: give --problems, or evaluate.problems")
+        step = max(place.steps("policy"), default=0) if step is None else step
+        summaries = evaluate_sets(place, step, sets_of, settings, force=force, log=to_stderr)
+    if as_json:
+        print_result(summaries, as_json)
+        return
+    from rich.console import Console
+
+    from exgrpo_cli.stages.evaluate import format_table
+
+    for summary in summaries.values():
+        Console().print(format_table(summary))
+
+
+@app.command(rich_help_panel="Whole runs")
+@guarded
+def merge(
+    source: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="Adapter folder, or a run directory.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUT", help="The model's folder; for a run RUN/merged/step-…."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="RUN's policy of this step; default last.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model, where it lies elsewhere by now.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Saved weights; auto: as the base model's."),
+    ] = "auto",
+    force: ForceOption = False,
+    recipe: RecipeOption = None,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Merge a LoRA adapter into its base model: a plain Hugging Face folder, without a GPU.
+
+    Of a run directory: the latest policy, or that of --step.
+    """
+    from exgrpo_cli.models import is_adapter
+    from exgrpo_cli.training.merge import merge as stage
+
+    if not source.is_dir():
+        raise InputError(f"{source}: no such adapter folder or run directory")
+    run = None if is_adapter(str(source)) else source
+    is_run = run is not None and (RunDir(run).recipe.exists() or (run / "policy").is_dir())
+    settings = resolve_settings(run if is_run else None, recipe, sets)
+    adapter = source
+    if is_run:
+        place = open_run(run)
+        step = max(place.steps("policy"), default=0) if step is None else step
+        adapter = Path(place.policy_path(step, settings.model.path))
+        out = out or source / "merged" / step_name(step)
+    elif step is not None:
+        raise InputError(f"{source}: --step is for run directories, and this is none")
+    if out is None:
+        raise InputError(f"{source}: give OUT, the folder for the merged model")
+    result = stage(
+        adapter,
+        out,
+        base=base,
+        dtype=dtype,
+        settings=settings.model,
+        force=force,
+        log=to_stderr,
+    )
+    print_result(result, as_json)
+
+
+def _remove_if_unused(run: Path) -> None:
+    """Take back a run directory in which nothing was begun."""
+    if {entry.name for entry in run.iterdir()} <= {".lock"}:
+        (run / ".lock").unlink(missing_ok=True)
+        run.rmdir()

@@ -1,0 +1,140 @@
+"""``exgrpo status``: what of a run is done, missing or being made, and the next command to type.
+
+Everything follows from the names of files, the plan and the recipe; no table but the plan is read
+(and the experience, where a step's replay candidates are not scored yet).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exgrpo_cli.rundir import step_name
+from exgrpo_cli.runs.state import ARRAYS
+
+SCRIPT = "recipes/slurm/stage.sbatch"
+"""What sends a stage's tasks to SLURM."""
+
+
+def numbers(values: Iterable[int], join: str = ",") -> str:
+    """Numbers as SLURM takes them: ``[0, 1, 2, 5]`` is ``0-2,5``."""
+    ranges: list[list[int]] = []
+    for value in sorted(set(values)):
+        if ranges and value == ranges[-1][1] + 1:
+            ranges[-1][1] = value
+        else:
+            ranges.append([value, value])
+    return join.join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def shards(missing: Sequence[int], tasks: int) -> list[int]:
+    """Which of an array's tasks do these parts."""
+    return sorted({part % tasks for part in missing})
+
+
+def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
+    """What :func:`describe` found, for a terminal.
+
+    Args:
+        found: the description.
+        tasks: of the arrays that share a step's parts; by default one a part.
+    """
+    step = found["step"]
+    planned = found["steps_planned"]
+    start = found["replay_started_step"]
+    head = [
+        f"{found['path']}: {found['steps']}" + (f" of {planned}" if planned else "") + " steps done"
+    ]
+    if found["policy"]:
+        name = Path(found["policy"]).name if found["steps"] else found["policy"]
+        head.append(f"policy {name}")
+    head.append("replay not started" if start is None else f"replay since step {start}")
+    lines = [", ".join(head)]
+    if found["at_work"]:
+        lines.append("at work: an exgrpo run, curate or train holds this run")
+    finished = found["next"]["stage"] in ("done", "finished", "init")
+    if not finished or step["step"] != found["steps"]:
+        lines += _step_lines(step, found, tasks)
+    for number, gaps in found["behind"].items():
+        said = ", ".join(f"{stage} {numbers(parts, ' ')}" for stage, parts in gaps.items())
+        lines.append(f"step {number} is trained, but parts are missing: {said}")
+    for name, evaluation in found["evaluations"].items():
+        done = numbers(evaluation["done"], " ") or "none yet"
+        missing = f", missing {numbers(evaluation['missing'], ' ')}" * bool(evaluation["missing"])
+        lines.append(f"evaluated on {name}: {done}{missing}")
+    lines += [f"mend: {line}" for line in found["faults"]]
+    return "\n".join([*lines, *_next_lines(found)])
+
+
+def _next_lines(found: Mapping[str, Any]) -> list[str]:
+    following = found["next"]
+    words = {"done": "all steps are trained", "finished": "every question is retired"}
+    lines = [f"finished: {words[following['stage']]}"] if following["stage"] in words else []
+    when = "next, once that has ended" if found["at_work"] else "next"
+    lines.append(f"{when}: {following['command']}")
+    if following["stage"] not in (*words, "init") and found["steps_planned"]:
+        lines.append(f"all that is left: exgrpo run {shlex.quote(found['path'])}")
+    return lines
+
+
+def _step_lines(step: Mapping[str, Any], found: Mapping[str, Any], tasks: int | None) -> list[str]:
+    lines = [f"step {step['step']} ({step_name(step['step'])})"]
+    plan = step["plan"]
+    if plan is not None:
+        lines.append(
+            f"  plan     {plan['questions']} questions: {plan['fresh']} fresh,"
+            f" {plan['replay']} replay"
+        )
+    else:
+        lines.append("  plan     not made yet")
+    for stage in ARRAYS:
+        entry = step["stages"][stage]
+        lines.append(f"  {stage:<8} {_array_words(entry)}")
+        missing = entry["missing"] + (entry["replay"]["missing"] if stage == "score" else [])
+        if missing and entry["expected"] and (entry["done"] or tasks) and not found["at_work"]:
+            count = tasks or entry["expected"]
+            wanted = numbers(shards(missing, count))
+            what = f"{stage} {shlex.quote(found['path'])} {step['step']} {count}"
+            lines.append(
+                f"           shards {wanted} of {count}: sbatch --array={wanted} {SCRIPT} {what}"
+            )
+    for stage in ("curate", "train"):
+        done = step["stages"][stage]["complete"]
+        lines.append(f"  {stage:<8} {'done' if done else 'not yet'}")
+    return lines
+
+
+def _array_words(entry: Mapping[str, Any]) -> str:
+    """``13/16 parts, missing 3 7 11; 1 being written; the last 2 min ago``."""
+    if entry.get("enabled") is False and not entry["done"]:
+        return "left out by the recipe"
+    total = entry["expected"]
+    if total is None:
+        words = "not begun"
+    elif total == 0:
+        words = "done" if entry["complete"] else "not begun"
+    else:
+        words = f"{entry['done']}/{total} parts"
+        if entry["done"] and entry["missing"]:
+            words += f", missing {numbers(entry['missing'], ' ')}"
+    replay = entry.get("replay")
+    if replay and replay["expected"]:
+        words += f"; candidates {replay['done']}/{replay['expected']} parts"
+        if replay["done"] and replay["missing"]:
+            words += f", missing {numbers(replay['missing'], ' ')}"
+    if entry["writing"]:
+        words += f"; being made: {numbers(entry['writing'], ' ')}"
+    if entry["left"]:
+        words += f"; left unfinished: {numbers(entry['left'], ' ')}"
+    if entry["newest_seconds"] is not None and not entry["complete"]:
+        words += f"; the last {_ago(entry['newest_seconds'])}"
+    return words
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

@@ -1,0 +1,120 @@
+"""The metrics of a run as series, for the report, the status screen and the learning curve."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.evaluation import interval_of
+from exgrpo_cli.inspect.charts import Band, Point
+from exgrpo_cli.rundir import RunDir
+
+Metrics = Sequence[Mapping[str, Any]]
+"""Lines of ``metrics.jsonl``."""
+
+
+def learning_curve(metrics: Metrics, width: int = 40) -> str:
+    """Held-out accuracy by step, for the terminal; without evaluations, the rollouts' success rate.
+
+    A bar is solid up to the interval's low end, and darker up to the estimate::
+
+        heldout pass@1 [95% interval: from the end of █ to the end of ░]
+        step     0  0.245 [0.214, 0.277]  █████████▓░
+        step    10  0.472 [0.436, 0.509]  █████████████████▓▓░
+
+    Args:
+        metrics: lines of ``metrics.jsonl``.
+        width: characters of a bar of 1.0.
+
+    Returns:
+        Lines of text; empty when there is nothing to draw.
+    """
+    blocks = []
+    for name in evaluation_names(metrics):
+        prefix = f"eval/{name}/pass@1"
+        lines = [f"{name} pass@1 [95% interval: from the end of █ to the end of ░]"]
+        bounds = {step: (low, high) for step, low, high in band(metrics, prefix)}
+        for step, value in _spread(series(metrics, prefix), 30):
+            low, high = bounds.get(step, (value, value))
+            lines.append(
+                f"step {step:5.0f}  {value:.3f} [{low:.3f}, {high:.3f}]"
+                f"  {_bar(value, low, high, width)}"
+            )
+        blocks.append("\n".join(lines))
+    if not blocks:
+        points = _spread(series(metrics, "success_rate"), 30)
+        if points:
+            lines = [f"step {s:5.0f}  {v:.3f}  {_bar(v, v, v, width)}".rstrip() for s, v in points]
+            blocks.append("\n".join(["success rate of the rollouts", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _bar(value: float, low: float, high: float, width: int) -> str:
+    solid, reach = round(low * width), round(high * width)
+    mark = min(max(round(value * width), solid), reach)
+    return "█" * solid + "▓" * (mark - solid) + "░" * (reach - mark)
+
+
+def _spread(points: list[Point], count: int) -> list[Point]:
+    """At most ``count`` of the points, evenly spread, the first and the last among them."""
+    if len(points) <= count:
+        return points
+    return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
+
+
+def series(metrics: Metrics, name: str) -> list[Point]:
+    """(step, value) of a metric, where it is there and finite, in step order."""
+    found = []
+    for line in metrics:
+        value = line.get(name)
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            found.append((float(line["step"]), float(value)))
+    return sorted(found)
+
+
+def band(metrics: Metrics, name: str) -> Band:
+    """(step, low, high) of a metric that has ``NAME_low`` and ``NAME_high``."""
+    high = dict(series(metrics, f"{name}_high"))
+    return [(step, low, high[step]) for step, low in series(metrics, f"{name}_low") if step in high]
+
+
+def evaluation_names(metrics: Metrics, by_source: bool = False) -> list[str]:
+    """The names in ``eval/NAME/pass@1``, in order of appearance.
+
+    Args:
+        metrics: lines of ``metrics.jsonl``.
+        by_source: the ``NAME/SOURCE`` ones instead of the whole sets.
+    """
+    suffix = "/pass@1"
+    names = dict.fromkeys(
+        key.removeprefix("eval/").removesuffix(suffix)
+        for line in metrics
+        for key in line
+        if key.startswith("eval/") and key.endswith(suffix)
+    )
+    return [n for n in names if any(n.startswith(f"{s}/") for s in names) == by_source]
+
+
+def replay_start(metrics: Metrics) -> int | None:
+    """The first step whose metrics say that replay has started."""
+    return next((int(step) for step, value in series(metrics, "replay/started") if value), None)
+
+
+def read_evaluations(run: RunDir) -> list[tuple[str, dict[str, Any]]]:
+    """(name, summary) of every finished evaluation, in order of name and step.
+
+    Raises:
+        InputError: a ``summary.json`` is damaged.
+    """
+    found = []
+    for file in sorted((run.root / "evaluations").glob("step-*/*/summary.json")):
+        try:
+            summary = json.loads(file.read_text(encoding="utf-8"))
+            interval_of(summary["overall"], 1)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{file}: not an evaluation's summary; remove it") from error
+        found.append((file.parent.name, summary))
+    return sorted(found, key=lambda pair: (pair[0], pair[1]["step"]))

@@ -1,0 +1,39 @@
+"""Settings: one typed tree, from TOML, overridden by flags. Strict: an unknown key is an error."""
+
+from exgrpo_cli.recipe.load import (
+    differences,
+    known_keys,
+    load_recipe,
+    parse_recipe,
+    parse_value,
+    read_toml,
+    set_key,
+    to_toml,
+)
+from exgrpo_cli.recipe.settings import (
+    CurateSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    Recipe,
+    Section,
+    TrainSettings,
+    VerifySettings,
+)
+
+__all__ = [
+    "CurateSettings",
+    "ModelSettings",
+    "ObjectiveSettings",
+    "Recipe",
+    "Section",
+    "TrainSettings",
+    "VerifySettings",
+    "differences",
+    "known_keys",
+    "load_recipe",
+    "parse_recipe",
+    "parse_value",
+    "read_toml",
+    "set_key",
+    "to_toml",
+]

@@ -1,0 +1,149 @@
+"""Reading recipes: TOML, overrides, and messages that name the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.recipe.settings import Recipe, Section
+
+
+def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the recipe, such as ``train.learning_rate``."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _unknown_key(key: str) -> str:
+    """``unknown key train.lerning_rate; did you mean train.learning_rate?``"""
+    keys = list(known_keys())
+    sections = [name for name, f in Recipe.model_fields.items() if f.annotation is not int]
+    leaf = key.rsplit(".", 1)[-1]
+    same_name = [name for name in keys + sections if name.rsplit(".", 1)[-1] == leaf]
+    near = difflib.get_close_matches(key, same_name or keys + sections, n=1, cutoff=0.6)
+    if not near and same_name:
+        near = same_name[:1]
+    if not near:  # right name in the wrong section, or a slip in a short name
+        leaves = {name.rsplit(".", 1)[-1]: name for name in keys}
+        near = [leaves[n] for n in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)]
+    return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def parse_recipe(values: dict[str, Any], origin: str) -> Recipe:
+    """A nested dictionary as a recipe.
+
+    Args:
+        values: as read from TOML.
+        origin: a file name or flag, for the messages.
+
+    Raises:
+        InputError: an unknown key (with the nearest valid one), or a value out of its range.
+    """
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise InputError(f"{origin}: {_unknown_key(key)}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        where = f"{key} = {first['input']!r}: " if key else ""
+        raise InputError(f"{origin}: {where}{message}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a dictionary.
+
+    Raises:
+        InputError: no such file, or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such recipe") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_value(text: str) -> Any:
+    """A flag's value: TOML (``3``, ``true``, ``[1, 2]``, ``"x"``), and otherwise a bare string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a nested dictionary, in place; ``None`` is left out.
+
+    Raises:
+        InputError: a part of the key is a value, not a section.
+    """
+    if value is None:
+        return
+    *sections, leaf = key.split(".")
+    here = values
+    for name in sections:
+        here = here.setdefault(name, {})
+        if not isinstance(here, dict):
+            raise InputError(f"{_unknown_key(key)}")
+    here[leaf] = value
+
+
+def load_recipe(
+    path: Path | None,
+    sets: Sequence[str] = (),
+    flags: dict[str, Any] | None = None,
+) -> Recipe:
+    """The settings of one command.
+
+    Args:
+        path: a TOML file; None for the defaults.
+        sets: ``key=value`` overrides, as given to ``--set``.
+        flags: dotted keys from dedicated options; None values are left out. They win over ``sets``.
+
+    Raises:
+        InputError: see :func:`parse_recipe`.
+    """
+    values = read_toml(path) if path is not None else {}
+    if path is not None:
+        parse_recipe(values, str(path))  # so that a fault names the file, not the flags
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(
+                f"--set {text}: expected KEY=VALUE, such as --set train.learning_rate=2e-6"
+            )
+        set_key(values, key.strip(), parse_value(value.strip()))
+    for key, value in (flags or {}).items():
+        set_key(values, key, value)
+    return parse_recipe(values, "--set" if sets else (str(path) if path else "options"))
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML that reads back to the same settings; unset optional keys are left out."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys whose values differ, with both values."""
+
+    def value(recipe: Recipe, key: str) -> Any:
+        here: Any = recipe
+        for name in key.split("."):
+            here = getattr(here, name)
+        return here
+
+    pairs = {key: (value(old, key), value(new, key)) for key in known_keys()}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

@@ -1,0 +1,236 @@
+"""What a run needs before its first step: the recipe, the problems, loose files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from exgrpo_cli import tables
+from exgrpo_cli.engines import engine_count
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
+from exgrpo_cli.rundir import RunDir
+
+SAMPLED_BY = (
+    "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
+    "model.template", "model.plain_template", "model.system", "model.replace_system",
+)  # fmt: skip
+"""Settings that a step's rollouts have in common, and that what is made from them counts on."""
+
+
+def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
+    """Put the recipe and the problems into the run directory, where they are not there yet.
+
+    A changed recipe replaces ``recipe.toml``, and the keys that changed are said.
+
+    Raises:
+        InputError: no problems given, or none that fit; settings that cannot train, or that this
+            run was begun without.
+    """
+    from exgrpo_cli.models import check_policy, positions
+    from exgrpo_cli.stages.rollout import check_sampling
+
+    if run.root.exists() and not run.root.is_dir():
+        raise InputError(f"{run.root}: is a file; a run is a directory")
+    check_policy(recipe.model.path)
+    check_sampling(recipe)
+    if recipe.curate.replay_ratio > 0 and recipe.rollout.samples - 1 <= recipe.curate.lower:
+        raise InputError(
+            f"rollout.samples = {recipe.rollout.samples} and curate.lower ="
+            f" {recipe.curate.lower}: no success would ever be stored; raise samples, or set"
+            " curate.replay_ratio = 0"
+        )
+    changed = differences(load_recipe(run.recipe), recipe) if run.recipe.exists() else {}
+    latest = max(run.steps("policy"), default=0)
+    sampled = any(run.rollouts(latest).glob("*part-*"))  # also what a killed task has left
+    for key, (old, new) in changed.items():
+        if sampled and key in SAMPLED_BY:
+            raise InputError(
+                f"{run.root}: {key} was {old!r} when step {latest} was sampled, and becomes"
+                f" {new!r} only between steps; train step {latest} first, or remove"
+                f" {run.rollouts(latest)}"
+            )
+        trained = bool(run.steps("policy")) and key.startswith(("lora.", "model.path"))
+        if trained or (run.problems.exists() and key.startswith("problems.")):
+            raise InputError(
+                f"{run.root}: {key} was {old!r} and cannot become {new!r} in this run; start"
+                " another run directory"
+            )
+    if not run.problems.exists():
+        if not recipe.problems.path:
+            raise InputError(
+                f"{run.problems}: no problems yet; set problems.path in the recipe, or run:"
+                f" exgrpo problems FILE --out {run.problems}"
+            )
+        import_into(run.problems, Path(recipe.problems.path), recipe, recipe.model.path, log)
+    limit = positions(recipe.model.path)
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    if limit is not None and limit < longest:
+        log(
+            f"{recipe.model.path}: has {limit} positions, and rollout.max_prompt_tokens +"
+            f" rollout.max_new_tokens is {longest}; responses will be cut off there"
+        )
+    for key, (old, new) in changed.items():
+        log(f"recipe: {key} was {old!r}, is now {new!r}")
+    tables.write_text(run.recipe, to_toml(recipe))
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse more processes than there are GPUs, before anything is sampled."""
+    from exgrpo_cli.engines.parallel import engine_environments
+    from exgrpo_cli.machine import process_environments
+
+    if engine_count(recipe) > 1:
+        engine_environments(recipe)
+    if recipe.score.enabled and recipe.score.processes > 1:
+        process_environments(recipe.score.processes)
+
+
+def import_into(
+    out: Path | None,
+    source: Path,
+    recipe: Recipe,
+    policy: str | None,
+    log: Log,
+    *,
+    name: str | None = None,
+    dedupe: bool = True,
+    held_out: bool = False,
+) -> dict[str, Any]:
+    """Import a problem set, leaving out prompts that are too long for the policy.
+
+    Args:
+        out: where the ``problems`` table goes; None only checks.
+        source: a file or folder in any known format.
+        recipe: ``problems`` and ``rollout.max_prompt_tokens``.
+        policy: whose tokenizer counts; None keeps every length.
+        log: gets what was dropped.
+        name: the set's name, where rows have none.
+        dedupe: whether a question that stands several times enters once.
+        held_out: whether it is for evaluation: ``problems.format`` and ``problems.limit`` are of
+            the training set, and do not count.
+
+    Returns:
+        The importer's report, with ``too_long`` and ``problems`` (how many were kept).
+
+    Raises:
+        InputError: see :func:`exgrpo_cli.problems.import_problems`; nothing left; ``out`` is the
+            source itself, a folder, or no .parquet file.
+    """
+    from exgrpo_cli.problems import import_problems
+
+    if out is not None:
+        _check_target(out, source)
+    settings = recipe.problems
+    fmt, limit = ("auto", None) if held_out else (settings.format, settings.limit)
+    imported = import_problems(source, fmt, settings.verifier, name, limit, dedupe, log)
+    problems, report = imported.frame, dict(imported.report)
+    if policy is not None:
+        from exgrpo_cli.models import load_tokenizer
+        from exgrpo_cli.prompts import render_prompt
+
+        tokenizer = load_tokenizer(policy, recipe.model)
+        limit = recipe.rollout.max_prompt_tokens
+        fits = [len(render_prompt(p, tokenizer, recipe.model)) <= limit for p in problems["prompt"]]
+        report["too_long"] = fits.count(False)
+        if report["too_long"]:
+            log(f"{source}: {report['too_long']} prompts of more than {limit} tokens left out")
+            problems = problems.filter(fits)
+    if problems.is_empty():
+        raise InputError(f"{source}: no problem is left; see rollout.max_prompt_tokens")
+    report["problems"] = problems.height
+    if out is not None:
+        tables.write_table("problems", problems, out)
+        report["out"] = str(out)
+    return report
+
+
+def _check_target(out: Path, source: Path) -> None:
+    """Refuse to write a problems table where it would surprise."""
+    if out.suffix != ".parquet" or out.is_dir():
+        raise InputError(f"{out}: a problems table is a .parquet file; give --out NAME.parquet")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise InputError(f"{out}: is the source itself; give another --out")
+
+
+def adopt(
+    run: RunDir,
+    step: int,
+    *,
+    rollouts: Path,
+    verdicts: Path,
+    scores: Path | None = None,
+    problems: Path | None = None,
+) -> None:
+    """Take loose files into a run's log as a step, so that they can be curated.
+
+    The log is what the experience is derived from, so the files are linked into it (or copied, on
+    another file system). A step without a plan gets the one that its rollouts tell of.
+
+    Args:
+        run: the run directory; made when it is not there.
+        step: t; the rollouts must be of this step.
+        rollouts: a folder of parts, or a file.
+        verdicts: likewise.
+        scores: likewise; None for none.
+        problems: the ``problems`` table, where the run has none yet.
+
+    Raises:
+        InputError: the run holds other files in that place, or the rollouts are of another step.
+    """
+    import polars as pl
+
+    counted = tables.read_table("rollouts", rollouts, ["step", "problem_id", "role"])
+    for other in counted["step"].unique():
+        if other != step:
+            raise InputError(f"{rollouts}: rollouts of step {other}; give --step {other}")
+    ids = set(tables.read_table("rollouts", rollouts, ["rollout_id"])["rollout_id"])
+    judged = set(tables.read_table("verdicts", verdicts, ["rollout_id"])["rollout_id"])
+    if ids - judged:
+        raise InputError(
+            f"{verdicts}: {len(ids - judged)} rollouts of {rollouts} have no verdict here (the"
+            f" first is {min(ids - judged)})"
+        )
+    if problems is None and not run.problems.exists():
+        raise InputError(f"{run.problems}: the run has no problems yet; give --problems")
+    for source, folder in (
+        (rollouts, run.rollouts(step)),
+        (verdicts, run.verdicts(step)),
+        (scores, run.scores(step)),
+    ):
+        if source is not None:
+            files = tables.parquet_files(source)
+            single = len(files) == 1 and not source.is_dir()
+            for file in files:
+                _link(file, folder / (tables.part_name(0, 1) if single else file.name))
+    if problems is not None:
+        _link(problems, run.problems)
+    if not run.plan(step).exists():
+        plan = (
+            counted.group_by("step", "problem_id", "role", maintain_order=True)
+            .agg(samples=pl.len().cast(pl.Int32))
+            .with_columns(
+                successes=pl.lit(None, dtype=pl.Int32), attempts=pl.lit(None, dtype=pl.Int32)
+            )
+        )
+        tables.write_table("plan", plan, run.plan(step))
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link, or a copy where there can be none.
+
+    Raises:
+        InputError: another file lies there.
+    """
+    if target.exists():
+        if not target.samefile(source) and target.read_bytes() != source.read_bytes():
+            raise InputError(f"{target}: is there already and differs from {source}")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        with tables.atomic_path(target) as temporary:
+            shutil.copyfile(source, temporary)

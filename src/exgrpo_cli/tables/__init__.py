@@ -1,0 +1,59 @@
+"""The tables between the stages: schemas, checked reading, atomic writing, parts and shards.
+
+Every file is Parquet with zstd. A file is written under a temporary name in its own folder,
+fsynced and renamed, so a file that exists is complete. A stage's work for one step is cut into
+numbered *parts*, ``part-00003-of-00016.parquet``; how many there are follows from the plan and the
+recipe alone. A shard ``I/N`` does the parts whose number is I modulo N, so any number of array
+tasks, in any order, produces the same files.
+"""
+
+from exgrpo_cli.tables.files import (
+    atomic_folder,
+    atomic_path,
+    finite_or_none,
+    fsync,
+    umask,
+    write_json,
+    write_text,
+)
+from exgrpo_cli.tables.parts import (
+    WHOLE,
+    Shard,
+    chunked,
+    literal_path,
+    parquet_files,
+    parse_shard,
+    part_name,
+    part_number,
+    require_all_parts,
+)
+from exgrpo_cli.tables.schemas import SCHEMAS, frame, polars_schema, row_seed, token_hash
+from exgrpo_cli.tables.table import check_columns, check_frame, read_table, write_table
+
+__all__ = [
+    "SCHEMAS",
+    "WHOLE",
+    "Shard",
+    "atomic_folder",
+    "atomic_path",
+    "check_columns",
+    "check_frame",
+    "chunked",
+    "finite_or_none",
+    "frame",
+    "fsync",
+    "literal_path",
+    "parquet_files",
+    "parse_shard",
+    "part_name",
+    "part_number",
+    "polars_schema",
+    "read_table",
+    "require_all_parts",
+    "row_seed",
+    "token_hash",
+    "umask",
+    "write_json",
+    "write_table",
+    "write_text",
+]

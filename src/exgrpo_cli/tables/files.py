@@ -1,0 +1,113 @@
+"""Atomic writing: a file that exists is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path in ``path``'s folder that becomes ``path`` when the block succeeds.
+
+    The file is fsynced before the rename and its folder after it (so a power cut leaves the old
+    file or the new one). When the block fails, nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    temporary.chmod(0o666 & ~umask())
+    try:
+        with _full_disk_named(path):
+            yield temporary
+            fsync(temporary)
+        temporary.replace(path)
+        fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside ``path`` that becomes ``path`` when the block succeeds.
+
+    All files in it are fsynced first. What lay at ``path`` is replaced. What an earlier, killed
+    writer of the same folder left behind is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{path.name}.*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    temporary.chmod(path.parent.stat().st_mode & 0o777)
+    try:
+        with _full_disk_named(path):
+            yield temporary
+        mask = umask()
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                # safetensors writes for its owner alone; others on a cluster read policies too.
+                (Path(folder) / name).chmod(0o666 & ~mask)
+                fsync(Path(folder) / name)
+            fsync(Path(folder))
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.replace(path)
+        fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    """A full disk or quota as an OSError that names the file.
+
+    Python's own has no name, and polars and safetensors raise errors of their own.
+    """
+    try:
+        yield
+    except Exception as error:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+                raise OSError(number, os.strerror(number), str(path)) from error
+        raise
+
+
+def umask() -> int:
+    """The process's umask (reading it means setting it for a moment)."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically (UTF-8)."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
+
+
+def finite_or_none(value: Any) -> Any:
+    """A value as JSON can have it: a float that is not finite becomes None."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,122 @@
+"""Parts and shards of a table."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from exgrpo_cli.errors import InputError
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """The Parquet files of a table: the file itself, or those in the folder, sorted by name.
+
+    Raises:
+        InputError: nothing is there, or the folder holds no Parquet file.
+    """
+    if path.is_dir():
+        files = sorted(p for p in path.glob("*.parquet") if not p.name.startswith("."))
+        if not files:
+            raise InputError(f"{path}: no .parquet file in this folder")
+        return files
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    return [path]
+
+
+def literal_path(path: Path) -> str:
+    """A file name for DuckDB's ``read_parquet``, which takes brackets and stars for patterns."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of ``count`` workers that share a stage's parts; it does those with number % count."""
+
+    index: int
+    count: int
+
+    def has(self, part: int) -> bool:
+        """Whether this shard does the part."""
+        return part % self.count == self.index
+
+
+WHOLE = Shard(0, 1)
+
+
+def parse_shard(text: str | None) -> Shard:
+    """``I/N`` (I from 0), or by default SLURM's array variables, or the whole.
+
+    ``SLURM_ARRAY_TASK_MIN`` is subtracted, so ``--array=1-8`` and ``--array=0-7`` are the same.
+    An array with gaps (``--array=2,5``, to send two tasks again) does not tell how many tasks share
+    the work, so it needs ``--shard``.
+
+    Raises:
+        InputError: the text is not I/N with 0 <= I < N, or the array has gaps.
+    """
+    origin = "--shard"
+    if text is None:
+        names = ("ID", "COUNT", "MIN", "MAX")
+        found = {name: os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in names}
+        if not found["ID"] or not found["COUNT"]:
+            return WHOLE
+        if not all(value.isdigit() or not value for value in found.values()):
+            raise InputError(f"SLURM_ARRAY_TASK_*: not whole numbers: {found}; give --shard I/N")
+        task, count, first = (int(found[name] or 0) for name in ("ID", "COUNT", "MIN"))
+        if task - first >= count or (found["MAX"] and int(found["MAX"]) - first + 1 != count):
+            raise InputError(
+                f"SLURM array task {task} of {count} from {first}: an array with gaps does not tell"
+                " how many tasks share the work; give --shard I/N with the first submission's N"
+            )
+        text, origin = f"{task - first}/{count}", "SLURM_ARRAY_TASK_ID and _COUNT"
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not int(match[1]) < int(match[2]):
+        raise InputError(f"{origin}: {text!r} is not I/N with I counted from 0, such as 0/4 to 3/4")
+    return Shard(int(match[1]), int(match[2]))
+
+
+def part_name(index: int, count: int, prefix: str = "part") -> str:
+    """``part-00003-of-00016.parquet``."""
+    return f"{prefix}-{index:05d}-of-{count:05d}.parquet"
+
+
+def part_number(path: Path) -> tuple[int, int]:
+    """The ``(index, count)`` in a part's name; ``(0, 1)`` for a file that is not named so."""
+    match = re.search(r"-(\d+)-of-(\d+)\.parquet$", path.name)
+    return (int(match[1]), int(match[2])) if match else (0, 1)
+
+
+def require_all_parts(folder: Path, what: str, mend: str) -> list[Path]:
+    """The parts in a folder, refused when some are missing.
+
+    Args:
+        folder: such as ``rollouts/step-00007``.
+        what: the words for the message, such as ``rollouts of step 7``.
+        mend: the command that makes the missing ones.
+
+    Raises:
+        InputError: nothing there, parts missing, or parts of two different divisions.
+    """
+    if not folder.exists():
+        raise InputError(f"{folder}: no {what} yet; {mend}")
+    files = parquet_files(folder)
+    counts = sorted({part_number(file)[1] for file in files})
+    if len(counts) > 1:
+        raise InputError(
+            f"{folder}: parts of {counts[0]} and of {counts[-1]} lie together;"
+            " remove the stale ones"
+        )
+    missing = sorted(set(range(counts[0])) - {part_number(file)[0] for file in files})
+    if missing:
+        raise InputError(
+            f"{folder}: {len(missing)} of {counts[0]} parts are missing (the first is"
+            f" {part_name(missing[0], counts[0])}); {mend}"
+        )
+    return files
+
+
+def chunked(count: int, size: int) -> list[range]:
+    """``count`` items in consecutive ranges of ``size``; at least one range, perhaps empty."""
+    return [range(i, min(i + size, count)) for i in range(0, max(count, 1), size)]

@@ -1,0 +1,160 @@
+"""The tables between the stages: schemas, checked reading, atomic writing, parts and shards.
+
+Every file is Parquet with zstd. A file is written under a temporary name in its own folder,
+fsynced and renamed, so a file that exists is complete. A stage's work for one step is cut into
+numbered *parts*, ``part-00003-of-00016.parquet``; how many there are follows from the plan and the
+recipe alone. A shard ``I/N`` does the parts whose number is I modulo N, so any number of array
+tasks, in any order, produces the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exgrpo_cli.errors import InputError
+from exgrpo_cli.tables.files import atomic_path
+from exgrpo_cli.tables.parts import parquet_files
+from exgrpo_cli.tables.schemas import EQUAL_LENGTHS, SCHEMAS, polars_schema
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+def write_table(table: str, data: pl.DataFrame, path: Path) -> None:
+    """Write a whole table file atomically, with exactly the schema's columns in order.
+
+    Raises:
+        InputError: a column is missing, of another type, or null where it may not be.
+    """
+    check_frame(table, data, path)
+    with atomic_path(path) as temporary:
+        data.select(list(SCHEMAS[table])).write_parquet(temporary, compression="zstd")
+
+
+def read_table(
+    table: str, paths: Path | Sequence[Path], columns: Sequence[str] | None = None
+) -> pl.DataFrame:
+    """Read and check a table (a file, a folder of parts, or several of either).
+
+    Args:
+        table: a name in :data:`SCHEMAS`.
+        paths: where it lies.
+        columns: only these (and only these are read from disk); all by default.
+
+    Raises:
+        InputError: no such file, not Parquet, a missing column, another type, a null where none
+            may be, or lists of unequal lengths in a row.
+    """
+    import polars as pl
+
+    roots = [paths] if isinstance(paths, Path) else list(paths)
+    files = [file for root in roots for file in parquet_files(root)]
+    wanted = list(columns) if columns is not None else list(SCHEMAS[table])
+    frames = []
+    for file in files:
+        check_columns(table, file, wanted)
+        try:
+            part = pl.read_parquet(file, columns=wanted, glob=False)
+        except Exception as error:  # polars raises several kinds on a damaged page
+            raise InputError(_damaged(file, error)) from error
+        check_frame(table, part, file, wanted)
+        frames.append(part.select(wanted).cast({c: polars_schema(table)[c] for c in wanted}))
+    if not frames:
+        schema = polars_schema(table)
+        return pl.DataFrame(schema={c: schema[c] for c in wanted})
+    return pl.concat(frames, rechunk=False)
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{path}: not a readable Parquet file (truncated or damaged?): {reason}"
+
+
+def check_columns(table: str, path: Path, columns: Sequence[str] | None = None) -> None:
+    """Check a file's columns against the schema by its footer alone.
+
+    Raises:
+        InputError: naming the file, the column, what was found and what was expected.
+    """
+    import polars as pl
+
+    try:
+        if path.stat().st_size == 0:
+            raise InputError(f"{path}: the file is empty; expected a Parquet table of {table}")
+        with path.open("rb") as handle:  # by handle: polars takes brackets in names for patterns
+            found = pl.read_parquet_schema(handle)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(_damaged(path, error)) from error
+    expected = polars_schema(table)
+    for name in columns if columns is not None else SCHEMAS[table]:
+        if name not in found:
+            raise InputError(
+                f"{path}: column {name} is missing; a {table} table needs {name}"
+                f" {SCHEMAS[table][name][0]} ({SCHEMAS[table][name][2]})"
+            )
+        if not _readable_as(found[name], expected[name]):
+            raise InputError(
+                f"{path}: column {name} is {found[name]}; a {table} table needs"
+                f" {SCHEMAS[table][name][0]}"
+            )
+
+
+def _readable_as(found: pl.DataType, expected: pl.DataType) -> bool:
+    """Whether a column can be cast without changing its meaning (integer to integer, and so on)."""
+    import polars as pl
+
+    if found == expected:
+        return True
+    if isinstance(found, pl.List) and isinstance(expected, pl.List):
+        return _readable_as(found.inner, expected.inner)  # type: ignore[arg-type]
+    if isinstance(found, pl.Struct) and isinstance(expected, pl.Struct):
+        inner = {field.name: field.dtype for field in found.fields}
+        return all(
+            field.name in inner and _readable_as(inner[field.name], field.dtype)  # type: ignore[arg-type]
+            for field in expected.fields
+        )
+    if found.is_integer() and expected.is_integer():
+        return True
+    return found.is_float() and expected.is_float()
+
+
+def check_frame(
+    table: str, data: pl.DataFrame, path: Path, columns: Sequence[str] | None = None
+) -> None:
+    """Check a frame that is about to be written, or was just read.
+
+    Raises:
+        InputError: a missing column, another type, a null where none may be, a row whose list
+            columns are not equally long; the row is named by its number, counted from 1.
+    """
+    import polars as pl
+
+    expected = polars_schema(table)
+    wanted = list(columns) if columns is not None else list(SCHEMAS[table])
+    for name in wanted:
+        kind, nullable, _ = SCHEMAS[table][name]
+        if name not in data.columns:
+            raise InputError(f"{path}: column {name} is missing; a {table} table needs {kind}")
+        if not _readable_as(data.schema[name], expected[name]):
+            raise InputError(
+                f"{path}: column {name} is {data.schema[name]}; a {table} table needs {kind}"
+            )
+        if not nullable and data[name].null_count():
+            row = data[name].is_null().arg_max()
+            raise InputError(
+                f"{path}: column {name} is null in row {(row or 0) + 1}; {table} needs a value"
+            )
+    lists = [c for c in EQUAL_LENGTHS.get(table, ()) if c in wanted]
+    for other in lists[1:]:
+        unequal = data.select(
+            (pl.col(lists[0]).list.len() != pl.col(other).list.len()).fill_null(False)
+        ).to_series()
+        if unequal.any():
+            raise InputError(
+                f"{path}: row {(unequal.arg_max() or 0) + 1} has {lists[0]} and {other} of"
+                " different lengths; the file was not written by this tool, or was changed"
+            )
