@@ -93,6 +93,10 @@ class RunDir:
     def evaluation(self, step: int, name: str) -> Path:
         return self.root / "evaluations" / step_name(step) / name
 
+    def stage_metrics(self, step: int, stage: str) -> Path:
+        """What a stage left of its numbers for a step (JSON); metrics.jsonl has them merged."""
+        return self.root / "metrics" / step_name(step) / f"{stage}.json"
+
     def steps(self, kind: str) -> list[int]:
         """The steps that have something under ``kind`` (``rollouts``, ``plan``, ...), sorted."""
         folder = self.root / kind
@@ -137,7 +141,7 @@ class RunDir:
             metrics: slash-grouped names (``reward/mean``) to numbers; what is not finite is null.
         """
         finite = {name: finite_or_none(value) for name, value in metrics.items()}
-        write_json(self.root / "metrics" / step_name(step) / f"{stage}.json", finite)
+        write_json(self.stage_metrics(step, stage), finite)
         # Lines of earlier steps stand; this step's, the one before (a kill may have come between
         # its two files) and any that are missing are made anew from the stages' files.
         try:

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import NoReturn
 
+from exgrpo_cli.cli import inspect, runs, stages  # noqa: F401 (they add their commands, in this order)
 from exgrpo_cli.cli.app import app, drop_stdout, reader_is_gone
 from exgrpo_cli.machine import processes
 

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
+from exgrpo_cli.cli.options import with_shared
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.machine import is_first_of_machine
 from exgrpo_cli.progress import to_stderr
@@ -70,6 +71,15 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
             raise SystemExit(1) from None
 
     return guarded
+
+
+def command(panel: str, name: str | None = None) -> Callable[[Callable[..., None]], None]:
+    """Add a function to the commands; a parameter ``shared`` stands for the shared options."""
+
+    def add(function: Callable[..., None]) -> None:
+        app.command(name, rich_help_panel=panel)(guarded(with_shared(function)))
+
+    return add
 
 
 def _say(line: str) -> None:

@@ -182,7 +182,7 @@ class ServerEngine:
             "prompt": request.prompt_ids,
             "seed": request.seed,
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.temperature > 0 else 1.0,
+            "top_p": 1.0,
             # said, since servers take what is not from the model's generation_config
             "top_k": 0,
             "min_p": 0.0,

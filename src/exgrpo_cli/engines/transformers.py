@@ -238,19 +238,12 @@ def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Args:
         logits: [rows, vocabulary], any float dtype.
         sampling: temperature (0 stands for 1 here: the choice is greedy, the log-probabilities
-            are the model's own) and top_p (the smallest set of most probable tokens whose
-            probability reaches it, renormalised).
+            are the model's own).
 
     Returns:
-        [rows, vocabulary] float32; minus infinity where truncated.
+        [rows, vocabulary] float32.
     """
-    log_p = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
-    if sampling.top_p < 1.0:
-        ranked, order = log_p.sort(dim=-1, descending=True)
-        before = ranked.exp().cumsum(dim=-1) - ranked.exp()
-        cut = (before >= sampling.top_p).scatter(1, order, before >= sampling.top_p)
-        log_p = torch.log_softmax(log_p.masked_fill(cut, -torch.inf), dim=-1)
-    return log_p
+    return torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
 
 
 def choose(log_p: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

@@ -106,7 +106,6 @@ class VllmEngine:
                     "enable_prefix_caching": True,
                     "gpu_memory_utilization": rollout.gpu_memory_utilization,
                     "tensor_parallel_size": rollout.tensor_parallel,
-                    "enforce_eager": rollout.enforce_eager,
                     "use_tqdm_on_load": False,
                     "disable_log_stats": True,
                     "worker_extension_cls": "exgrpo_cli.engines.vllm_worker.WorkerExtension",
@@ -170,7 +169,7 @@ class VllmEngine:
 
         return SamplingParams(
             temperature=sampling.temperature,
-            top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+            top_p=1.0,
             top_k=0,
             seed=request.seed,
             max_tokens=min(sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids)),

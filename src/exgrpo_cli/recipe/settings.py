@@ -70,8 +70,9 @@ class RolloutSettings(Section):
     )
     url: str = Field("", description="of engine = server, such as http://node7:8000")
     samples: int = Field(8, ge=1, description="K, rollouts a question")
-    temperature: float = Field(1.0, ge=0.0, description="sampling temperature")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="must be 1 in training: it biases ratios")
+    temperature: float = Field(
+        1.0, gt=0.0, description="sampling temperature; training rollouts are never greedy"
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out, and said")
     max_new_tokens: int = Field(8192, ge=1, description="maximum response length")
     questions_per_part: int = Field(16, ge=1, description="questions in one Parquet part")
@@ -91,7 +92,6 @@ class RolloutSettings(Section):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps (transformers engine)")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's share of the GPU")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that vLLM splits the model over")
-    enforce_eager: bool = Field(False, description="vLLM without compilation: starts faster")
     processes: int = Field(
         1,
         ge=1,
@@ -192,9 +192,6 @@ class ObjectiveSettings(Section):
     )
     beta: float = Field(0.1, gt=0, description="beta of the shaping")
     power: float = Field(0.5, gt=0, description="exponent of shaping = power")
-    replay_ratio_cap: float | None = Field(
-        None, gt=0, description="upper bound on the shaped replay ratio"
-    )
     clip: Literal["auto", "on", "off"] = Field(
         "auto", description="PPO clipping of fresh tokens; auto: on until replay has started"
     )

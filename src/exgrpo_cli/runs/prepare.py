@@ -30,12 +30,10 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
             run was begun without.
     """
     from exgrpo_cli.models import check_policy, positions
-    from exgrpo_cli.stages.rollout import check_sampling
 
     if run.root.exists() and not run.root.is_dir():
         raise InputError(f"{run.root}: is a file; a run is a directory")
     check_policy(recipe.model.path)
-    check_sampling(recipe)
     if recipe.curate.replay_ratio > 0 and recipe.rollout.samples - 1 <= recipe.curate.lower:
         raise InputError(
             f"rollout.samples = {recipe.rollout.samples} and curate.lower ="

@@ -40,20 +40,20 @@ from exgrpo_cli.experience.pool import (
 from exgrpo_cli.progress import Log
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.step import Result, Step
 
 if TYPE_CHECKING:
     import duckdb
 
 
 def curate(
-    run: RunDir,
-    step: int,
+    of: Step,
     recipe: Recipe,
     *,
     rebuild: bool = False,
     force: bool = False,
     log: Log | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Curate one step: choose what it replays, take in what it sampled, plan the next one.
 
     Reads the step's plan, rollouts, verdicts and (where there are any) scores, and the tables
@@ -82,6 +82,8 @@ def curate(
     """
     started = time.monotonic()
     say = log or (lambda _: None)
+    assert of.run is not None
+    run, step = of.run, of.number
     plan = require_plan(run, step)
     step_files = files_of_step(run, step)
     recorded = read_curation(run)
@@ -103,7 +105,7 @@ def curate(
         say(f"step {step} is curated already")
         metrics: dict[str, Any] = json.loads(metrics_path.read_text(encoding="utf-8"))
         finished = not tables.read_table("plan", run.plan(step + 1), ["problem_id"]).height
-        return metrics | {"skipped": True, "rebuilt": False, "finished": finished}
+        return Result(skipped=1, finished=finished, metrics=metrics | {"rebuilt": False})
 
     check_files(step_files, tables.check_columns)
     state = State()
@@ -168,7 +170,7 @@ def curate(
     if not kept:
         tables.write_table("plan", next_plan, run.plan(step + 1))
     _say_result(say, step, recipe, metrics, next_plan.height)
-    return metrics | {"skipped": False, "rebuilt": rebuilt, "finished": not next_plan.height}
+    return Result(done=1, finished=not next_plan.height, metrics=metrics | {"rebuilt": rebuilt})
 
 
 def _refuse_unjudged(con: duckdb.DuckDBPyConnection, run: RunDir, step: int) -> None:
