@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
 import os
 import sys
 from typing import NoReturn
 
-from exgrpo_cli.cli import inspect, runs, stages  # noqa: F401 (they add their commands, in this order)
 from exgrpo_cli.cli.app import app, drop_stdout, reader_is_gone
 from exgrpo_cli.machine import processes
+
+for _commands in ("stages", "runs", "inspect"):  # in the order of the help
+    importlib.import_module(f"exgrpo_cli.cli.{_commands}")
 
 
 def main(argv: list[str] | None = None) -> None:

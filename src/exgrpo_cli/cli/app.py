@@ -20,7 +20,6 @@ from exgrpo_cli.progress import to_stderr
 app = typer.Typer(
     name="exgrpo",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -11,6 +11,7 @@ from exgrpo_cli.cli.app import command
 from exgrpo_cli.cli.options import (
     ForceOption,
     JsonOption,
+    OwnRun,
     SetOption,
     Shared,
     open_run,
@@ -91,7 +92,7 @@ def show(
 
 @command(PANEL)
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="This step; default the one at work.")
     ] = None,
@@ -117,7 +118,7 @@ def status(
 
 @command(PANEL)
 def diff(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     recipe: Annotated[
         Path | None,
         typer.Argument(metavar="RECIPE", help="The other recipe; default RUN/recipe.toml."),
@@ -151,7 +152,7 @@ def diff(
 
 @command(PANEL)
 def sql(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     command: Annotated[
         str | None,
         typer.Option("--command", "-c", help="The query; default from stdin.", metavar="QUERY"),
@@ -174,7 +175,7 @@ def sql(
 
 @command(PANEL)
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     as_json: JsonOption = False,
 ) -> None:
     """Write RUN/report.html: curves, buckets, evaluations and example rollouts."""

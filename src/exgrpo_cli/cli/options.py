@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from exgrpo_cli.cli.completion import complete_key, complete_recipe, complete_run
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.machine import is_first_process
 from exgrpo_cli.progress import to_stderr
@@ -21,7 +22,21 @@ if TYPE_CHECKING:  # settings take half a second to import
     from exgrpo_cli.step import Result, Step
 
 RunArgument = Annotated[
-    Path | None, typer.Argument(metavar="RUN", help="Run directory; or give each path by option.")
+    Path | None,
+    typer.Argument(
+        metavar="RUN",
+        help="Run directory; or give each path by option.",
+        autocompletion=complete_run,
+    ),
+]
+NewRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Run directory, made if needed.", autocompletion=complete_run
+    ),
+]
+OwnRun = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_run)
 ]
 StepOption = Annotated[
     int | None, typer.Option("--step", min=0, help="The step; default the latest that is due.")
@@ -72,12 +87,22 @@ MaxNewTokensOption = Annotated[
 ]
 RecipeOption = Annotated[
     Path | None,
-    typer.Option("--recipe", "-r", help="Recipe (TOML); default RUN/recipe.toml.", metavar="FILE"),
+    typer.Option(
+        "--recipe",
+        "-r",
+        help="Recipe (TOML); default RUN/recipe.toml.",
+        metavar="FILE",
+        autocompletion=complete_recipe,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", "-s", help="Override a recipe key; may be repeated.", metavar="KEY=VALUE"
+        "--set",
+        "-s",
+        help="Override a recipe key; may be repeated.",
+        metavar="KEY=VALUE",
+        autocompletion=complete_key,
     ),
 ]
 DryRunOption = Annotated[

@@ -13,6 +13,7 @@ from exgrpo_cli.cli.options import (
     ForceOption,
     MaxNewTokensOption,
     ModelOption,
+    NewRun,
     PolicyOption,
     RunArgument,
     SamplesOption,
@@ -34,7 +35,7 @@ PANEL = "Whole runs"
 @command(PANEL)
 def init(
     shared: Shared,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    run: NewRun,
     model: ModelOption = None,
     problems: TrainingProblemsOption = None,
     seed: SeedOption = None,
@@ -60,7 +61,7 @@ def init(
 @command(PANEL)
 def run(
     shared: Shared,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    run: NewRun,
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, help="Iterations, counted from the start.")
     ] = None,

@@ -13,6 +13,7 @@ from exgrpo_cli.cli.options import (
     EngineOption,
     ForceOption,
     MaxNewTokensOption,
+    OwnRun,
     PolicyOption,
     ProblemsOption,
     RolloutsOption,
@@ -191,7 +192,7 @@ def score(
 @command(PANEL)
 def curate(
     shared: Shared,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     step: StepOption = None,
     rollouts: RolloutsOption = None,
     verdicts: VerdictsOption = None,

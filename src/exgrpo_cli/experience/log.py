@@ -133,12 +133,7 @@ def _digest(run: RunDir, step: int) -> str:
 
 
 def log_digests(run: RunDir, step: int, upto: int) -> dict[str, str]:
-    """The digest of each step of the log up to ``upto``, that one included.
-
-    Explicit paths (``run.given``) stand for the files of ``step`` only.
-    """
+    """The digest of each step of the log up to ``upto``, that one included."""
     log = RunDir(run.root)
     digests = {str(s): _digest(log, s) for s in log.steps("rollouts") if s <= upto}
-    if run.given:
-        digests[str(step)] = _digest(run, step)
     return digests
