@@ -51,7 +51,7 @@ def complete_key(incomplete: str) -> list[str]:
 
 def recipe_keys() -> list[str]:
     """Every dotted key of the recipe, from the source of the settings."""
-    source = files("exgrpo_cli.recipe").joinpath("settings.py").read_text(encoding="utf-8")
+    source = files("exgrpo_cli").joinpath("recipe", "settings.py").read_text(encoding="utf-8")
     fields = {
         node.name: [
             (one.target.id, ast.unparse(one.annotation))
