@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn, ParamSpec
 import typer
 
 from exgrpo_cli.cli.options import with_shared
-from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.errors import InputError, StageError, first_line
 from exgrpo_cli.machine import is_first_of_machine
 from exgrpo_cli.progress import to_stderr
 
@@ -65,7 +65,7 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             if debug:
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             to_stderr(f"exgrpo: {type(error).__name__}: {reason} (--debug shows the traceback)")
             raise SystemExit(1) from None
 

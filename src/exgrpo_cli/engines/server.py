@@ -21,7 +21,7 @@ import numpy as np
 
 from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.engines.entropy import topk_entropy
-from exgrpo_cli.engines.vllm import check_lengths, longest_row, policy_end_ids
+from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.models import adapter_base, check_policy, is_adapter
 from exgrpo_cli.recipe import Recipe

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from exgrpo_cli.engines import Completion, Request, Sampling
+from exgrpo_cli.engines.limits import end_ids
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.models import load_model, load_tokenizer, resolve_device, resolve_dtype
 from exgrpo_cli.recipe import Recipe
@@ -214,12 +215,6 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self._done = self._done | torch.isin(input_ids[:, -1], self._end)
         return self._done | (self._done.sum() >= self._enough)
-
-
-def end_ids(*found: int | list[int] | None) -> list[int]:
-    """All end tokens, once each: the generation_config's (one or several), the tokenizer's."""
-    lists = [ids if isinstance(ids, list) else [ids] for ids in found]
-    return list(dict.fromkeys(int(one) for ids in lists for one in ids if one is not None))
 
 
 def row_uniforms(seed: int, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:

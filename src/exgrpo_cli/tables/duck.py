@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.tables import literal_path
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str
         names = [column[0] for column in connection.description or []]
         return [dict(zip(names, row, strict=True)) for row in connection.fetchall()]
     except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"{where}: cannot be read as tables of a run: {reason}") from error
     finally:
         connection.close()
