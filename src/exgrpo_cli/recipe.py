@@ -311,7 +311,7 @@ class LoopSettings(Section):
 
 
 class Recipe(Section):
-    """All settings. Defaults are the paper's method and sizes; docs/training.md names the others."""
+    """All settings. Which defaults are the paper's, and which are not: docs/training.md."""
 
     seed: int = Field(0, ge=0, description="every random choice follows from it")
     model: ModelSettings = ModelSettings()
