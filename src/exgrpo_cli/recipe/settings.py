@@ -234,6 +234,9 @@ class TrainSettings(Section):
     min_learning_rate: float = Field(0.0, ge=0, description="what linear and cosine end at")
     warmup_steps: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
+    adam_eps: float = Field(
+        1e-8, gt=0, description="AdamW's eps; far below the root of its second moment"
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     skip_grad_norm: float | None = Field(
@@ -293,7 +296,7 @@ class LoopSettings(Section):
 
 
 class Recipe(Section):
-    """All settings. Defaults are the paper's, for one GPU node."""
+    """All settings. Which defaults are the paper's, and which are not: docs/training.md."""
 
     seed: int = Field(0, ge=0, description="every random choice follows from it")
     model: ModelSettings = ModelSettings()

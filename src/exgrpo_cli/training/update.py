@@ -425,6 +425,7 @@ def make_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.opt
         parameters,
         lr=settings.learning_rate,
         betas=settings.betas,
+        eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
         fused=parameters[0].device.type == "cuda",
     )
