@@ -4,21 +4,19 @@
     python benchmarks/same.py make build/new --model build/old/model
     python benchmarks/same.py compare build/old build/new
 
-``make`` drives the command of a checkout's ``src`` through whole runs of the demo, some minutes on
-one core: the loop; its last steps once more by hand, in shards; a step in two processes (gloo);
-LoRA; settings that the demo leaves alone; loose files; and what the commands that look at a run
-print. It needs nothing of the checkout but its command, its ``recipes/demo.toml`` and its data.
+``make`` drives a checkout's command through whole runs of the demo, five minutes of one core.
 
 ``compare`` prints a line for each difference, ``FILE: COLUMN: row N: one | other``, and ends with 1
-where there is any. Tables are compared row for row, tensors to the bit, JSON and TOML by key, and
-text by line. Durations, rates, memory and the folders' own paths are left aside. A difference that
-is meant is left out by ``--except 'recipe.toml: rollout.top_p*'``.
+where there is any. Tables are compared row for row, tensors to the bit, JSON and TOML by key, text
+by line. Durations, rates, memory and the folders' own paths are left aside, and a difference that
+is meant by ``--except 'recipe.toml: rollout.top_p'``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -49,7 +47,6 @@ is one of the times at which files were written.)"""
 
 _DURATION = re.compile(r"\b\d[\d.,]*(?= ?(ms|s|seconds|min|h|d|tokens/s)\b)")
 _BITS = {1: "B", 2: "H", 4: "I", 8: "Q"}
-_WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 def read(path: Path, folder: Path) -> Columns:
@@ -76,13 +73,11 @@ def _safetensors(path: Path) -> Columns:
     data = memoryview(path.read_bytes())
     start = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(bytes(data[8:start]))
-    columns: Columns = {
-        f"metadata.{name}": ("", [repr(value)])
-        for name, value in header.pop("__metadata__", {}).items()
-    }
+    columns = _records([{"metadata": header.pop("__metadata__", "absent")}])
     for name, about in header.items():
         begin, end = about["data_offsets"]
-        bits = data[start + begin : start + end].cast(_BITS[_WIDTHS[about["dtype"]]])
+        width = (end - begin) // max(math.prod(about["shape"]), 1)
+        bits = data[start + begin : start + end].cast(_BITS.get(width, "B"))
         columns[name] = f"{about['dtype']} {about['shape']}", bits
     return columns
 
@@ -153,6 +148,8 @@ def differences(one: Path, other: Path, counts: Counter[str]) -> Iterator[str]:
 
 
 def _files(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise SystemExit(f"{folder}: no such folder")
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return [str(name) for name in names if not any(part.startswith(".") for part in name.parts)]
 
@@ -198,30 +195,29 @@ def report(found: Iterable[str], counts: Counter[str], excepted: Sequence[str] =
 
 # --- making -------------------------------------------------------------------------------------
 
-DEMO = [
-    *("--recipe", "demo.toml", "--model", "model", "--set", "rollout.engine=transformers"),
-    *("--set", "rollout.questions_per_part=5"),  # parts enough for shards
-    *("--set", "verify.workers=1", "--set", "verify.timeout=60", "--set", "evaluate.samples=1"),
-]
-SMALL = [
-    *(*DEMO, "--set", "curate.questions=8", "--set", "rollout.samples=4"),
-    *("--set", "rollout.questions_per_part=3", "--set", "evaluate.every=0"),
-    *("--set", "curate.start_success=0.0", "--set", "curate.store_before_start=true"),
-]
-LORA = ["lora.enabled=true", "lora.rank=4", "lora.dropout=0.1", "train.learning_rate=1e-2"]
-OTHER = [
-    *("curate.weights=sqrt", "curate.selection=highest_entropy", "curate.max_per_question=2"),
-    *("curate.max_age=3", "curate.revive_after=2", "curate.count_replayed=false"),
-    *("objective.shaping=power", "objective.clip=on", "objective.divide_by_std=true"),
-    *("objective.aggregate=token_mean", "objective.truncated=zero_advantage", "objective.kl=0.01"),
-    *("objective.sampler_cap=2.0", "train.schedule=cosine", "train.warmup_steps=2"),
-    *("train.weight_decay=0.1", "train.minibatch_questions=3", "train.save_dtype=bfloat16"),
-    *("train.tokens_per_microbatch=400", "score.tokens_per_batch=400", "rollout.batch_size=7"),
-]
-QUERY = (
-    "SELECT bucket, count(*) AS questions, sum(times_replayed) AS replayed, count(retired_step) AS"
-    " retired FROM questions GROUP BY ALL ORDER BY ALL"
-)
+
+def _sets(text: str) -> list[str]:
+    return [f"--set={pair}" for pair in text.split()]
+
+
+DEMO = _sets("""
+    model.path=model rollout.engine=transformers rollout.questions_per_part=12 evaluate.samples=1
+    verify.workers=1 verify.timeout=60""")
+SMALL = DEMO + _sets("""
+    curate.questions=8 curate.start_success=0.0 curate.store_before_start=true
+    rollout.samples=4 rollout.questions_per_part=3 evaluate.every=0""")
+VARIANTS = {
+    "lora": "lora.enabled=true lora.rank=4 lora.dropout=0.1 train.learning_rate=1e-2",
+    "other": """curate.weights=sqrt curate.selection=highest_entropy curate.max_per_question=2
+        curate.max_age=3 curate.revive_after=2 curate.count_replayed=false objective.clip=on
+        objective.shaping=power objective.divide_by_std=true objective.aggregate=token_mean
+        objective.truncated=zero_advantage objective.kl=0.01 objective.sampler_cap=2.0
+        train.schedule=cosine train.warmup_steps=2 train.weight_decay=0.1 train.save_dtype=bfloat16
+        train.minibatch_questions=3 train.tokens_per_microbatch=400 score.tokens_per_batch=400
+        rollout.batch_size=7""",
+}
+QUERY = """SELECT bucket, count(*) AS questions, sum(times_replayed) AS replayed,
+    count(retired_step) AS retired FROM questions GROUP BY ALL ORDER BY ALL"""
 
 
 class Command:
@@ -271,12 +267,12 @@ def make(out: Path, source: Path, model: Path | None, steps: int) -> int:
     else:
         shutil.copytree(model, out / "model")
     first = steps - 2
-    exgrpo("run", "run", *DEMO, "--steps", first)
+    exgrpo("run", "run", "--recipe", "demo.toml", *DEMO, "--steps", first)
     shutil.copytree(out / "run", out / "hand")
-    exgrpo("run", "run", *DEMO, "--steps", steps)
+    exgrpo("run", "run", "--recipe", "demo.toml", *DEMO, "--steps", steps)
     by_hand(exgrpo, first, steps)
-    for name, sets in (("lora", LORA), ("other", OTHER)):
-        exgrpo("run", name, *SMALL, *(f"--set={key}" for key in sets), "--steps", 5)
+    for name, sets in VARIANTS.items():
+        exgrpo("run", name, "--recipe", "demo.toml", *SMALL, *_sets(sets), "--steps", 4)
     exgrpo("merge", "lora", "merged")
     loose_files(exgrpo)
     look(exgrpo, steps - 1)
@@ -286,14 +282,15 @@ def make(out: Path, source: Path, model: Path | None, steps: int) -> int:
 
 
 def by_hand(exgrpo: Command, first: int, steps: int) -> None:
-    """The run's last steps from a copy of it, each stage in shards and out of order.
+    """The run's last steps from a copy of it, the first of them in shards that are out of order.
 
-    The first of them is trained in two processes too, in a copy of its own.
+    That one is trained in two processes too, in a copy of its own.
     """
-    exgrpo("init", "hand", *DEMO, "--set", f"loop.steps={steps}")
+    exgrpo("init", "hand", "--recipe", "demo.toml", *DEMO, "--set", f"loop.steps={steps}")
     for step in range(first, steps):
-        for stage in ("rollout", "verify", "score"):
-            for shard in ("2/3", "0/3", "1/3") if stage == "rollout" else ("1/2", "0/2"):
+        for stage, order in (("rollout", "201"), ("verify", "10"), ("score", "10")):
+            shards = [f"{number}/{len(order)}" for number in order] if step == first else ["0/1"]
+            for shard in shards:
                 exgrpo(stage, "hand", "--step", step, "--shard", shard)
         exgrpo("curate", "hand", "--step", step)
         if step == first:
@@ -328,22 +325,19 @@ def look(exgrpo: Command, step: int) -> None:
     for path in [run / "metrics.jsonl", *run.glob("metrics/*/time-*.json")]:
         text = path.read_text(encoding="utf-8")
         path.write_text(re.sub(r'("time/\w+": )[\d.e-]+', r"\g<1>1.0", text), encoding="utf-8")
-    for what in ("status", "show"):
-        exgrpo(what, "same", save=f"{what}.txt")
-        exgrpo(what, "same", "--json", save=f"{what}.json")
-    for table in ("experience.parquet", f"rollouts/step-{step:05d}"):
-        exgrpo("show", f"same/{table}", save=f"show-{table.split('/')[0]}.txt")
-    other = ("same", "--set", "curate.selection=random", "--set", "curate.weights=linear")
-    exgrpo("diff", *other, save="diff.txt")
-    exgrpo("diff", *other, "--json", save="diff.json")
+    other = _sets("curate.selection=random curate.weights=linear")
+    for command in (["status", "same"], ["show", "same"], ["diff", "same", *other]):
+        exgrpo(*command, save=f"{command[0]}.txt")
+        exgrpo(*command, "--json", save=f"{command[0]}.json")
+    exgrpo("show", "same/experience.parquet", save="experience.txt")
+    exgrpo("show", f"same/rollouts/step-{step:05d}", save="rollouts.txt")
     exgrpo("sql", "same", "--csv", "-c", QUERY, save="sql.txt")
     exgrpo("evaluate", "same", save="evaluate.txt")
     exgrpo("report", "same")
     shutil.move(run / "report.html", exgrpo.out / "printed")
     shutil.rmtree(run)
-    for page in exgrpo.out.glob("*/report.html"):
-        if page.parent.name != "printed":
-            page.unlink()  # they draw what took how long
+    for page in exgrpo.out.glob("[!p]*/report.html"):
+        page.unlink()  # they draw what took how long
 
 
 # --- main ---------------------------------------------------------------------------------------
@@ -367,9 +361,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "make":
         return make(given.out.resolve(), given.source.resolve(), given.model, given.steps)
-    for folder in (given.one, given.other):
-        if not folder.is_dir():
-            raise SystemExit(f"{folder}: no such folder")
     counts: Counter[str] = Counter()
     return report(differences(given.one, given.other, counts), counts, given.excepted)
 
