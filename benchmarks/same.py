@@ -41,9 +41,9 @@ Columns = dict[str, tuple[str, Rows]]
 """What a file holds: the name of each column to its type and its rows, written out as Python
 writes them (so that equal text is an equal value, to the last bit of a float), or raw bits."""
 
-ASIDE = re.compile(r"(^|[./])time/|seconds(_mean|_max)?$|per_second$|peak_memory_mb$|^digests\.")
-"""Columns that no two runs have alike; that they are there is compared. (A digest in curation.json
-is one of the times at which files were written.)"""
+ASIDE = re.compile(r"(^|[./])time/|seconds(_mean|_max)?$|per_second$|peak_memory_mb$|^log\.\d+$")
+"""Columns that no two runs have alike; that they are there is compared. (A step's log in
+curation.json is a digest of the times at which its files were written.)"""
 
 _DURATION = re.compile(r"\b\d[\d.,]*(?= ?(ms|s|seconds|min|h|d|tokens/s)\b)")
 _BITS = {1: "B", 2: "H", 4: "I", 8: "Q"}
