@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn, ParamSpec
 
 import typer
 
+from exgrpo_cli import interrupts
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import is_first_of_machine, is_first_process, processes, to_stderr
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
@@ -39,42 +39,44 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        debug = os.environ.get("EXGRPO_DEBUG") == "1"
         try:
+            interrupts.begin()
             function(*args, **kwargs)
-        except typer.Exit:
+            interrupts.end()
+        except (typer.Exit, SystemExit):
             raise
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more: end at once, in silence
-            _say("interrupted; what was finished is kept, the same command goes on")
-            raise SystemExit(130) from None
-        except BrokenPipeError:
-            _reader_is_gone()
-        except InputError as error:
-            if debug:
+        except BaseException as error:  # also a Rust panic, which is no Exception
+            if interrupts.came() or isinstance(error, KeyboardInterrupt):
+                _interrupted()
+            interrupts.end()
+            if isinstance(error, BrokenPipeError):
+                _reader_is_gone()
+            if os.environ.get("EXGRPO_DEBUG") == "1":
                 raise
-            _say(str(error))
-            raise SystemExit(2) from None
-        except StageError as error:
-            if debug:
-                raise
-            _say(str(error))
-            raise SystemExit(1) from None
-        except OSError as error:
-            if debug:
-                raise
-            where = f"{error.filename}: " if error.filename else ""
-            to_stderr(f"exgrpo: {where}{error.strerror or error}")
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise SystemExit(2 if error.filename and not full else 1) from None
-        except Exception as error:
-            if debug:
-                raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            to_stderr(f"exgrpo: {type(error).__name__}: {reason} (--debug shows the traceback)")
-            raise SystemExit(1) from None
+            _fail(error)
+        if interrupts.came():  # something took it for an error of its own and went on
+            _interrupted()
 
     return guarded
+
+
+def _interrupted() -> NoReturn:
+    interrupts.say()
+    raise SystemExit(130) from None
+
+
+def _fail(error: BaseException) -> NoReturn:
+    if isinstance(error, InputError | StageError):
+        _say(str(error))
+        raise SystemExit(2 if isinstance(error, InputError) else 1) from None
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        to_stderr(f"exgrpo: {where}{error.strerror or error}")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise SystemExit(2 if error.filename and not full else 1) from None
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    to_stderr(f"exgrpo: {type(error).__name__}: {reason} (--debug shows the traceback)")
+    raise SystemExit(1) from None
 
 
 def _say(line: str) -> None:
@@ -108,9 +110,12 @@ def main(argv: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="exgrpo")
-    except SystemExit as end:
-        if processes() > 1:
-            _leave(end)
+    except BaseException as end:
+        if interrupts.came():
+            interrupts.say()  # where it landed beside the command
+            _leave(130)
+        if processes() > 1 and isinstance(end, SystemExit):
+            _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
     finally:
         _flush()
@@ -123,16 +128,18 @@ def _flush() -> None:
         _drop_stdout()
 
 
-def _leave(end: SystemExit) -> NoReturn:
-    """End one of torchrun's processes without taking the interpreter apart.
+def _leave(code: int) -> NoReturn:
+    """End the process without taking the interpreter apart.
 
-    Gloo's threads outlive ``destroy_process_group`` (torch's caches keep the device mesh). One
-    that frees a tensor while the interpreter is taken apart aborts a process that had finished.
+    After an interrupt: Python would kill itself by the signal where C code has met it. And one of
+    torchrun's: Gloo's threads outlive ``destroy_process_group`` (torch's caches keep the device
+    mesh). One that frees a tensor while the interpreter is taken apart aborts a process that had
+    finished.
     """
     atexit._run_exitfuncs()
     _flush()
     sys.stderr.flush()
-    os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+    os._exit(code)
 
 
 def _version(show: bool) -> None:
