@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,34 +285,6 @@ def test_scores_never_replace_rollouts(exgrpo: Exgrpo, tmp_path: Path, policy: P
 def test_debug_shows_the_traceback_wherever_it_stands(exgrpo: Exgrpo, tmp_path: Path) -> None:
     for arguments in (("--debug", "show", tmp_path / "x"), ("show", tmp_path / "x", "--debug")):
         assert "Traceback" in exgrpo(*arguments, code=1).stderr
-
-
-def test_ctrl_c_is_130_and_leaves_no_process(demo_model: Path, tmp_path: Path) -> None:
-    import psutil
-
-    run = tmp_path / "run"
-    arguments = [
-        "run", run, "-r", "recipes/demo.toml", "--model", demo_model, "--engine", "transformers",
-    ]  # fmt: skip
-    child = subprocess.Popen(
-        [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (run / "verdicts").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    below = psutil.Process(child.pid).children(recursive=True)
-    os.killpg(child.pid, signal.SIGINT)
-    _, words = child.communicate(timeout=60)
-    assert child.returncode == 130, words
-    assert "interrupted" in words
-    assert "Traceback" not in words
-    _, alive = psutil.wait_procs(below, timeout=10)
-    assert alive == []
-    assert not list(run.rglob("*.tmp"))
 
 
 def test_a_trainer_state_that_is_named_must_be_there(exgrpo: Exgrpo, tmp_path: Path) -> None:

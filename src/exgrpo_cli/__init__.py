@@ -11,10 +11,10 @@ Names are imported when they are first used, so importing this package is instan
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing itself takes longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from exgrpo_cli.recipe import Recipe as Recipe
     from exgrpo_cli.recipe import load_recipe as load_recipe
     from exgrpo_cli.rundir import RunDir as RunDir
@@ -53,6 +53,8 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = found
     return found

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import NoReturn
 
+from exgrpo_cli import interrupts
 from exgrpo_cli.cli.app import app, drop_stdout, reader_is_gone
 from exgrpo_cli.machine import processes
 
@@ -31,9 +32,12 @@ def main(argv: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="exgrpo")
-    except SystemExit as end:
-        if processes() > 1:
-            _leave(end)
+    except BaseException as end:
+        if interrupts.came():
+            interrupts.say()  # where it landed beside the command
+            _leave(130)
+        if processes() > 1 and isinstance(end, SystemExit):
+            _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
     finally:
         _flush()
@@ -46,13 +50,15 @@ def _flush() -> None:
         drop_stdout()
 
 
-def _leave(end: SystemExit) -> NoReturn:
-    """End one of torchrun's processes without taking the interpreter apart.
+def _leave(code: int) -> NoReturn:
+    """End the process without taking the interpreter apart.
 
-    Gloo's threads outlive ``destroy_process_group`` (torch's caches keep the device mesh). One
-    that frees a tensor while the interpreter is taken apart aborts a process that had finished.
+    After an interrupt: Python would kill itself by the signal where C code has met it. And one of
+    torchrun's: Gloo's threads outlive ``destroy_process_group`` (torch's caches keep the device
+    mesh). One that frees a tensor while the interpreter is taken apart aborts a process that had
+    finished.
     """
     atexit._run_exitfuncs()
     _flush()
     sys.stderr.flush()
-    os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+    os._exit(code)

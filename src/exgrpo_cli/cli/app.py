@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
+from exgrpo_cli import interrupts
 from exgrpo_cli.cli.options import with_shared
 from exgrpo_cli.errors import InputError, StageError, first_line
 from exgrpo_cli.machine import is_first_of_machine
@@ -34,42 +34,43 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        debug = os.environ.get("EXGRPO_DEBUG") == "1"
         try:
+            interrupts.begin()
             function(*args, **kwargs)
-        except typer.Exit:
+            interrupts.end()
+        except (typer.Exit, SystemExit):
             raise
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more: end at once, in silence
-            _say("interrupted; what was finished is kept, the same command goes on")
-            raise SystemExit(130) from None
-        except BrokenPipeError:
-            reader_is_gone()
-        except InputError as error:
-            if debug:
+        except BaseException as error:  # also a Rust panic, which is no Exception
+            if interrupts.came() or isinstance(error, KeyboardInterrupt):
+                _interrupted()
+            interrupts.end()
+            if isinstance(error, BrokenPipeError):
+                reader_is_gone()
+            if os.environ.get("EXGRPO_DEBUG") == "1":
                 raise
-            _say(str(error))
-            raise SystemExit(2) from None
-        except StageError as error:
-            if debug:
-                raise
-            _say(str(error))
-            raise SystemExit(1) from None
-        except OSError as error:
-            if debug:
-                raise
-            where = f"{error.filename}: " if error.filename else ""
-            to_stderr(f"exgrpo: {where}{error.strerror or error}")
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise SystemExit(2 if error.filename and not full else 1) from None
-        except Exception as error:
-            if debug:
-                raise
-            reason = first_line(error)
-            to_stderr(f"exgrpo: {type(error).__name__}: {reason} (--debug shows the traceback)")
-            raise SystemExit(1) from None
+            _fail(error)
+        if interrupts.came():  # something took it for an error of its own and went on
+            _interrupted()
 
     return guarded
+
+
+def _interrupted() -> NoReturn:
+    interrupts.say()
+    raise SystemExit(130) from None
+
+
+def _fail(error: BaseException) -> NoReturn:
+    if isinstance(error, InputError | StageError):
+        _say(str(error))
+        raise SystemExit(2 if isinstance(error, InputError) else 1) from None
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        to_stderr(f"exgrpo: {where}{error.strerror or error}")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise SystemExit(2 if error.filename and not full else 1) from None
+    to_stderr(f"exgrpo: {type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
+    raise SystemExit(1) from None
 
 
 def command(panel: str, name: str | None = None) -> Callable[[Callable[..., None]], None]:

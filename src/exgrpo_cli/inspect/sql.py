@@ -207,6 +207,7 @@ def prompt(con: duckdb.DuckDBPyConnection, form: str) -> None:
     names = [row[0] for row in con.execute("SHOW TABLES").fetchall()]
     print(f"views: {', '.join(names)}\nend a query with ;  leave with Ctrl-D", file=sys.stderr)
     pending = ""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # here it ends a line, not the command
     while True:
         try:
             text = input("exgrpo> " if not pending else "   ...> ")

@@ -1,0 +1,306 @@
+"""Ctrl-C with real signals: exit code 130 and one line, wherever it lands."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from exgrpo_cli.interrupts import LINE
+from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.stages.curate import curate
+from sample_log import group, make_recipe, write_problems, write_step
+
+ROOT = Path(__file__).parents[1]
+MOMENTS = int(os.environ.get("EXGRPO_EXAMPLES", "18"))
+
+# Runs cases in children of its own, so that what is slow to import is imported once: reads a case a
+# line on stdin, {"code"} of a command's body or {"argv", "delay"}, and says how its child ended.
+HARNESS = textwrap.dedent("""
+    import json, os, signal, sys, tempfile, time
+    import duckdb, polars, torch
+    import exgrpo_cli.stages.curate
+    from exgrpo_cli import cli, interrupts
+
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def child(case):
+        interrupts.install()
+        if "code" in case:
+            body = compile(case["code"], "case", "exec")
+            cli.app.command("case")(cli._command(lambda: exec(body, {"interrupt": interrupt})))
+            case["argv"] = ["case"]
+        os.write(ready, b".")
+        sys.argv[1:] = case["argv"]
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code or 0
+        cli._leave(code)
+
+    for line in sys.stdin:
+        case = json.loads(line)
+        waiting, ready = os.pipe()
+        with tempfile.TemporaryFile() as said:
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.dup2(said.fileno(), 2)
+                try:
+                    child(case)
+                finally:
+                    os._exit(99)
+            os.read(waiting, 1)
+            began = time.monotonic()
+            if "delay" in case:
+                time.sleep(case["delay"])
+                os.kill(pid, signal.SIGINT)
+            status = os.waitpid(pid, 0)[1]
+            said.seek(0)
+            result = {
+                "code": os.waitstatus_to_exitcode(status), "stderr": said.read().decode(),
+                "seconds": time.monotonic() - began,
+            }
+        os.close(waiting); os.close(ready)
+        print(json.dumps(result), flush=True)
+""")
+
+
+class Harness:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HARNESS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def __call__(self, **case: object) -> tuple[int, str, float]:
+        """A case's exit code, what it said on stderr, and how long it took in seconds."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        result = json.loads(self.process.stdout.readline())
+        return result["code"], result["stderr"], result["seconds"]
+
+
+@pytest.fixture(scope="module")
+def harness():
+    made = Harness()
+    yield made
+    made.process.communicate(timeout=60)
+
+
+def assert_interrupted(code: int, said: str) -> None:
+    assert code == 130, said
+    assert said.splitlines()[-1:] == [LINE], said
+    assert said.count("interrupted") == 1, said
+    for word in ("Traceback", "panicked", "Exception ignored", "Aborted"):
+        assert word not in said, said
+
+
+PLACES = {
+    "Python": "interrupt()",
+    "a callback of polars, which panics in Rust": """
+        import polars
+        polars.DataFrame({"a": [1]}).map_rows(lambda row: interrupt())
+    """,
+    "a column that polars computes": """
+        import polars
+        polars.Series([1, 2]).map_elements(lambda x: interrupt(), return_dtype=polars.Int64)
+    """,
+    "a function of DuckDB's": """
+        import duckdb
+        con = duckdb.connect()
+        con.create_function("f", lambda x: interrupt(), ["BIGINT"], "BIGINT")
+        con.execute("SELECT f(range) FROM range(1)").fetchall()
+    """,
+    "a long query": """
+        import duckdb, threading
+        threading.Timer(0.2, interrupt).start()
+        duckdb.execute("SELECT count(*) FROM range(3000000) a, range(3000) b WHERE a.range % 7 = 5")
+    """,
+    "torch's backward pass": """
+        import torch
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.register_hook(interrupt)
+        y.sum().backward()
+    """,
+    "an import that a library tries": """
+        import importlib.abc, sys
+        class Finder(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "no_such_module":
+                    interrupt()
+        sys.meta_path.insert(0, Finder())
+        try:
+            import no_such_module
+        except BaseException as error:
+            raise ImportError("the module is broken") from error
+    """,
+    "a finalizer, which cannot raise": """
+        import time
+        class Thing:
+            def __del__(self):
+                interrupt()
+                time.sleep(0)
+        thing = Thing()
+        del thing
+        time.sleep(30)
+    """,
+    "code that takes everything for its own error": """
+        try:
+            interrupt()
+        except BaseException:
+            pass
+    """,
+    "a finally": """
+        try:
+            raise ValueError("something else")
+        finally:
+            interrupt()
+    """,
+    "what handles another error": """
+        try:
+            raise ValueError("something else")
+        except ValueError:
+            interrupt()
+    """,
+    "C code that runs Python": """
+        import ctypes
+        run = ctypes.pythonapi.PyRun_String
+        run.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.py_object, ctypes.py_object]
+        run.restype = ctypes.py_object
+        run(b"interrupt()", 257, globals(), globals())
+    """,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_it_lands(harness: Harness, place: str) -> None:
+    code, said, seconds = harness(code=textwrap.dedent(PLACES[place]))
+    assert_interrupted(code, said)
+    assert seconds < 25  # it was not waited for
+
+
+def test_what_fails_without_an_interrupt_says_why(harness: Harness) -> None:
+    """Also a Rust panic, which is no Exception of Python's."""
+    code, said, _ = harness(code="raise BaseException('no interrupt')")
+    assert (code, said) == (
+        1, "exgrpo: BaseException: no interrupt (--debug shows the traceback)\n"
+    )  # fmt: skip
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> RunDir:
+    """Three steps of a log, the last to be curated."""
+    run = RunDir(tmp_path / "run")
+    write_problems(run, ["a", "b"])
+    for step in range(3):
+        write_step(run, step, group(step, "a", "1110") + group(step, "b", "1000"))
+        if step < 2:
+            curate(run, step, make_recipe())
+    return run
+
+
+def test_at_any_moment_of_a_command(harness: Harness, log: RunDir) -> None:
+    """Nothing half-written is left, and the same command then does the work."""
+    argv = ["curate", str(log.root), "--step", "2", "--rebuild", "--force"]
+    argv += ["--set", "curate.questions=2", "--set", "rollout.samples=4"]
+    code, said, whole = harness(argv=argv)
+    assert code == 0, said
+    rng = random.Random(0)
+    codes = []
+    for _ in range(MOMENTS):
+        delay = rng.uniform(0, 1.1 * whole)
+        code, said, _ = harness(argv=argv, delay=delay)
+        if code != 0:  # it was done by then
+            assert_interrupted(code, said)
+        assert not list(log.root.rglob("*.tmp")), delay
+        codes.append(code)
+    assert codes.count(130) > MOMENTS / 3
+    assert harness(argv=argv)[0] == 0
+
+
+def test_at_any_moment_of_a_process(tmp_path: Path) -> None:
+    """From the first line of the command on, through its imports, to the end of the interpreter."""
+    script = (
+        "from exgrpo_cli import __main__, interrupts\n"
+        "interrupts.install(); print(flush=True); __main__.main()"
+    )
+    command = [sys.executable, "-c", script, "show", str(tmp_path / "none.parquet")]
+
+    def run(delay: float | None) -> tuple[int, str, float]:
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        began = time.monotonic()
+        if delay is not None:
+            time.sleep(delay)
+            child.send_signal(signal.SIGINT)
+        _, said = child.communicate(timeout=60)
+        return child.returncode, said, time.monotonic() - began
+
+    code, expected, whole = run(None)
+    assert code == 2
+    rng = random.Random(1)
+    codes = []
+    for _ in range(MOMENTS // 3):
+        code, said, _ = run(rng.uniform(0, 1.1 * whole))
+        if code == 2:
+            assert said == expected
+        else:
+            assert_interrupted(code, said.removeprefix(expected))
+        codes.append(code)
+    assert 130 in codes
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    """As a shell's script sets it for what it starts in the background."""
+    script = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from exgrpo_cli import interrupts; interrupts.install(); interrupts.begin()\n"
+        "os.kill(os.getpid(), signal.SIGINT); print('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
+
+
+def test_it_leaves_no_process(demo_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = [
+        "run", run, "-r", "recipes/demo.toml", "--model", demo_model, "--engine", "transformers",
+    ]  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "verdicts").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    below = psutil.Process(child.pid).children(recursive=True)
+    os.killpg(child.pid, signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert_interrupted(child.returncode, said)
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert alive == []
+    assert not list(run.rglob("*.tmp"))
