@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,29 +46,14 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
     return np.asarray(1.0 - none_right)
 
 
-def avg_at_k(n: ArrayLike, c: ArrayLike) -> float:
-    """The mean over problems of each problem's share of right samples; equal to mean pass@1.
-
-    Args:
-        n: samples of each problem, at least 1.
-        c: how many of them are right.
-
-    Raises:
-        ValueError: no problem, or a problem without samples.
-    """
-    values = pass_at_k(n, c, 1)
-    if values.size == 0:
-        raise ValueError("avg@k needs at least one problem")
-    return float(values.mean())
-
-
 def bootstrap_interval(
     values: ArrayLike, resamples: int, seed: int, level: float = 0.95
 ) -> tuple[float, float]:
     """A percentile bootstrap interval of the mean, problems being resampled (Efron 1979).
 
     It speaks of the problem set as a sample of problems; the samples of a problem stay together.
-    Where all problems have one value, the interval is that point.
+    Where every problem is solved in all of its samples, or none in any, resampling has no width:
+    the interval is Wilson's (1927) for as many successes or failures as there are problems.
 
     Args:
         values: one value a problem, ``[problems]``.
@@ -83,11 +70,23 @@ def bootstrap_interval(
     data = np.asarray(values, dtype=np.float64).ravel()
     if data.size == 0 or not np.all(np.isfinite(data)):
         raise ValueError("a bootstrap interval needs at least one value, all finite")
+    if data.min() == data.max() and data[0] in (0.0, 1.0):
+        return _wilson(int(data.sum()), data.size, level)
     means = _resampled_means(data, resamples, np.random.default_rng(seed))
     tail = (1.0 - level) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail])
     # The mean itself can leave the quantiles by rounding only when all values are equal.
     return float(min(low, data.mean())), float(max(high, data.mean()))
+
+
+def _wilson(successes: int, trials: int, level: float) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (Wilson 1927, equation 4)."""
+    z = NormalDist().inv_cdf((1.0 + level) / 2.0)
+    share = successes / trials
+    middle = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
 
 
 def _resampled_means(data: Floats, resamples: int, rng: np.random.Generator) -> Floats:

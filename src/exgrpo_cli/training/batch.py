@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.recipe import ObjectiveSettings, Recipe
+from exgrpo_cli.recipe import Recipe
 
 if TYPE_CHECKING:
     import polars as pl
@@ -115,7 +115,7 @@ class Batch:
                     f" rollouts in {self.where}; they are of different plans"
                 )
             members.setdefault(key, []).insert(0, (row, reward))
-        return self._with_advantages([members[key] for key in sorted(members)], recipe.objective)
+        return self._with_advantages([members[key] for key in sorted(members)], recipe)
 
     def _fresh(self) -> list[tuple[Row, tuple[str, str], float]]:
         rows = self.rollouts.sort("problem_id", "role", "sample")
@@ -151,7 +151,7 @@ class Batch:
         ]
 
     def _with_advantages(
-        self, members: list[list[tuple[Row, float]]], objective: ObjectiveSettings
+        self, members: list[list[tuple[Row, float]]], recipe: Recipe
     ) -> list[Group]:
         import torch
 
@@ -159,15 +159,19 @@ class Batch:
 
         values = torch.tensor([r for group in members for _, r in group], dtype=torch.float64)
         index = torch.tensor([i for i, group in enumerate(members) for _ in group])
+        objective = recipe.objective
         advantages = iter(group_advantages(values, index, objective.divide_by_std).tolist())
         silent: set[str] = set()
         if objective.truncated == "zero_advantage":
             cut = self.rollouts["finish_reason"] == "length"
             silent = set(self.rollouts.filter(cut)["rollout_id"])
+        if recipe.rollout.samples > 1:  # a row that is left alone has nothing to be better than
+            silent |= {group[0][0].rollout_id for group in members if len(group) == 1}
 
         def advantage(row: Row) -> float:
             value = float(next(advantages))
-            return 0.0 if row.rollout_id in silent and not row.replayed else value
+            alone_or_cut = row.rollout_id in silent and not row.replayed
+            return 0.0 if alone_or_cut else value
 
         return [[replace(row, advantage=advantage(row)) for row, _ in group] for group in members]
 
