@@ -113,38 +113,82 @@ def _packed_attention(head: Head, inner: Any) -> str:
         return _PACKED_SDPA
     if own not in ("sdpa", *_FLASH):
         return ""
-    first, other, second = ([1, 2, 3, 1, 2], [4, 3, 1, 2, 5], [3, 1, 2, 4])
-    ids, others = (
-        [torch.tensor(row).remainder(head.vocabulary) for row in rows]
-        for rows in ((first, second), (other, second))
-    )
-    with evaluating(head.model), torch.no_grad():
-        alone = head.run(lambda: torch.cat([model_outputs(head, [row], "") for row in ids]))
-        name = own
-        if own == "sdpa":
-            from transformers import AttentionInterface
+    from transformers import AttentionInterface
 
-            AttentionInterface.register(_PACKED_SDPA, packed_sdpa)
-            name = _PACKED_SDPA
-            inner.set_attn_implementation(name)
+    AttentionInterface.register(_PACKED_SDPA, packed_sdpa)
+    name = _PACKED_SDPA if own == "sdpa" else own
+    first, other, second = (
+        torch.tensor(row).remainder(head.vocabulary)
+        for row in ([1, 2, 3, 1, 2], [4, 3, 1, 2, 5], [3, 1, 2, 4])
+    )
+
+    def agree(alone_by: str, packed: str) -> bool:
+        inner.set_attn_implementation(alone_by)
+        alone = head.run(
+            lambda: torch.cat([model_outputs(head, [row], "") for row in (first, second)])
+        )
+        inner.set_attn_implementation(packed)
         try:
-            together = head.run(lambda: model_outputs(head, ids, name))
-            beside_other = head.run(lambda: model_outputs(head, others, name))
+            together = head.run(lambda: model_outputs(head, [first, second], packed))
+            beside_other = head.run(lambda: model_outputs(head, [other, second], packed))
         except (TypeError, ValueError):  # a model that does not hand the sequences' bounds on
-            together = None
-    if together is not None:
+            return False
         # Other shapes, other rounding: far above that, far below what a token seen would change.
-        tolerance = 1e-4 if alone.dtype in (torch.float32, torch.float64) else 0.1
-        alike = float((together - alone).norm()) <= tolerance * float(alone.norm())
-        # In few bits that lets through what a state-space or convolution layer carries over from
-        # the sequence before (Falcon-H1, LFM2, Qwen3-Next). With another one before it, of the same
-        # shape, the second must stay as it is, but for the rounding of mixtures of experts.
-        seen = (together - beside_other)[len(first) :].abs().max()
-        rounding = 2 * torch.finfo(alone.dtype).eps * float(together.abs().max())
-        if alike and float(seen) <= rounding:
-            return name
-    inner.set_attn_implementation(own)
-    return ""
+        wide = alone.dtype in (torch.float32, torch.float64)
+        if float((together - alone).norm()) > (1e-4 if wide else 0.1) * float(alone.norm()):
+            return False
+        # A convolution may carry over less than that from the sequence before.
+        seen = float((together - beside_other)[len(first) :].abs().max())
+        return not wide or seen <= 1e-6 * float(together.abs().max())
+
+    few_bits = next(head.model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    with evaluating(head.model), torch.no_grad():
+        fits = agree(own, name)
+        if fits and few_bits and head.root is None:
+            # In few bits, what a state-space or convolution layer carries over from the sequence
+            # before (Falcon-H1, LFM2, Qwen3-Next) may pass for rounding. Flash attention has no
+            # float32, and is not what is asked here.
+            with _wide_layers(inner):
+                fits = agree("sdpa", _PACKED_SDPA)
+    inner.set_attn_implementation(name if fits else own)
+    return name if fits else ""
+
+
+@contextlib.contextmanager
+def _wide_layers(model: Any) -> Iterator[None]:
+    """A model that computes in float32, one layer's weights widened at a time."""
+    layers = [
+        layer
+        for child in (*model.base_model.children(), model.get_output_embeddings())
+        for layer in (child if isinstance(child, nn.ModuleList) else [child])
+    ]
+    narrow = next(model.parameters()).dtype
+
+    def widen(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        layer.float()
+        return _floats(args), _floats(kwargs)
+
+    def restore(layer: nn.Module, *_: Any) -> None:
+        layer.to(narrow)
+
+    handles = [layer.register_forward_pre_hook(widen, with_kwargs=True) for layer in layers]
+    handles += [layer.register_forward_hook(restore) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _floats(values: Any) -> Any:
+    """Arguments with float32 in place of other floating-point tensors."""
+    if isinstance(values, Tensor):
+        return values.float() if values.is_floating_point() else values
+    if isinstance(values, dict):
+        return {name: _floats(value) for name, value in values.items()}
+    if isinstance(values, tuple | list):
+        return type(values)(map(_floats, values))
+    return values
 
 
 def packed_sdpa(
