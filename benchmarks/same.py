@@ -228,28 +228,29 @@ class Command:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "EXGRPO_"))}
         fixed = {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
         self.variables = {**kept, **fixed, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1"}
-        where = self._python("-c", "import exgrpo_cli; print(exgrpo_cli.__file__)").strip()
+        where = self._python("-c", "import exgrpo_cli; print(exgrpo_cli.__file__)").stdout.strip()
         if not Path(where).is_relative_to(source):
             raise SystemExit(f"{source}: no exgrpo_cli here; {where} would run")
 
-    def _python(self, *arguments: object) -> str:
+    def _python(self, *arguments: object, ends: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=self.out, env=self.variables, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if done.returncode != 0:
+        if done.returncode != 0 and ends:
             raise SystemExit(f"{' '.join(map(str, arguments))}\n{done.stdout}\n{done.stderr}")
-        return done.stdout
+        return done
 
     def __call__(self, *arguments: object, save: str = "", processes: int = 1) -> None:
-        """Run ``exgrpo``; ``save`` names a file that gets what it prints."""
+        """Run ``exgrpo``; ``save`` names a file that gets what it prints, or why it fails."""
         started = time.monotonic()
         several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
         start = several if processes > 1 else ()
-        printed = self._python(*start, "-m", "exgrpo_cli", *arguments)
+        done = self._python(*start, "-m", "exgrpo_cli", *arguments, ends=not save)
         if save:
-            (self.out / "printed").mkdir(exist_ok=True)
-            (self.out / "printed" / save).write_text(printed, encoding="utf-8")
+            file = self.out / "printed" / (f"{save}.failed.txt" if done.returncode else save)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(done.stderr if done.returncode else done.stdout, encoding="utf-8")
         words = " ".join(map(str, arguments))
         print(f"{time.monotonic() - started:6.1f} s  exgrpo {words[:80]}", flush=True)
 
