@@ -17,10 +17,11 @@ from exgrpo_cli.errors import InputError
 BUILT_IN = ("math", "choice", "exact", "numeric")
 """The verifiers that need no file."""
 
-STATUSES = ("ok", "no_answer", "unparsable", "timeout", "error")
-"""``ok``: judged, right or wrong. ``no_answer``: none in the response. ``unparsable``: the *gold*
-answer cannot be read (an answer that cannot be read is ``ok`` and wrong). ``timeout``: the time
-limit passed and the worker was killed. ``error``: the worker failed or ran out of memory."""
+STATUSES = ("ok", "no_answer", "no_format", "unparsable", "timeout", "error")
+"""``ok``: judged, right or wrong. ``no_answer``: none in the response. ``no_format``: not in the
+format that ``verify.require`` asks for, so not judged. ``unparsable``: the *gold* answer cannot be
+read (an answer that cannot be read is ``ok`` and wrong). ``timeout``: the time limit passed and the
+worker was killed. ``error``: the worker failed or ran out of memory."""
 
 _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 

@@ -151,8 +151,10 @@ def _read_once(text: str) -> tuple[list[Any], str | None]:
     return _read_short(text) if len(text) <= 1000 else _read(text)
 
 
-def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
+def judge(answer: str, extracted: str, explain: bool = False, whole: bool = False) -> Verdict:
     """Whether ``extracted`` equals the gold ``answer`` (math-verify is asymmetric: gold first).
+
+    With ``whole``, ``extracted`` is running text and math-verify looks for the answer in it.
 
     Returns:
         Status ``unparsable`` when the gold cannot be read at all, else ``ok``. A gold that is only
@@ -162,7 +164,10 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
     gold, normal = _read_once(answer)
     if not gold:
         return Verdict("unparsable", why="math-verify cannot read the gold answer")
-    if answer.strip() == extracted.strip():
+    if whole:
+        found = parse(extracted, parsing_timeout=None)
+        correct = bool(found) and _verify(gold, found)
+    elif answer.strip() == extracted.strip():
         found = gold
         correct = any(isinstance(item, str) and item.strip() for item in gold)
     elif normal is not None and normal == _normal(_inner(extracted)):

@@ -48,6 +48,8 @@ class Job:
     """The whole response, for a user's function."""
     metadata: Mapping[str, Any] | None = None
     """The problem's metadata, for a user's function."""
+    whole: bool = False
+    """``extracted`` is running text, in which the verifier itself finds the answer (``math``)."""
 
 
 def default_workers() -> int:
@@ -222,7 +224,7 @@ class Pool:
             if job.extracted is None and not is_function(job.verifier):
                 verdicts[index] = Verdict("no_answer", why="the response gives no final answer")
                 continue
-            if job.verifier == "math" and job.extracted is not None:
+            if job.verifier == "math" and job.extracted is not None and not job.whole:
                 equal = equal_numbers(job.answer, job.extracted)
                 if equal is not None:
                     verdicts[index] = _SURE[equal]
@@ -422,7 +424,7 @@ def _request(job: Job) -> dict[str, Any]:
     request: dict[str, Any] = {"verifier": job.verifier, "answer": job.answer}
     if is_function(job.verifier):
         return request | {"response": job.response, "metadata": dict(job.metadata or {})}
-    return request | {"extracted": job.extracted}
+    return request | {"extracted": job.extracted} | ({"whole": True} if job.whole else {})
 
 
 def _digest(request: dict[str, Any]) -> bytes:

@@ -146,8 +146,9 @@ def answer(request: dict[str, Any], prepared: Any) -> dict[str, Any]:
         return {"fault": prepared.check_gold(request["answer"]) if builtin else None}
     begin = time.perf_counter()
     if builtin:
+        options = {"whole": True} if request.get("whole") else {}
         verdict: Verdict = prepared.judge(
-            request["answer"], request["extracted"], explain=request.get("explain", False)
+            request["answer"], request["extracted"], explain=request.get("explain", False), **options
         )
     else:
         from exgrpo_cli.verifiers import function
