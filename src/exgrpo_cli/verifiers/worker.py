@@ -148,7 +148,10 @@ def answer(request: dict[str, Any], prepared: Any) -> dict[str, Any]:
     if builtin:
         options = {"whole": True} if request.get("whole") else {}
         verdict: Verdict = prepared.judge(
-            request["answer"], request["extracted"], explain=request.get("explain", False), **options
+            request["answer"],
+            request["extracted"],
+            explain=request.get("explain", False),
+            **options,
         )
     else:
         from exgrpo_cli.verifiers import function
