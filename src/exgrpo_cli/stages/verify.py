@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.verifiers import STATUSES, check_verifier, is_function
+from exgrpo_cli.verifiers import STATUSES, allowed_verifier, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
 from exgrpo_cli.verifiers.reward import overlong, well_formed
 
@@ -77,7 +77,7 @@ def verify(
     say = log or (lambda _: None)
     began = time.monotonic()
     targets = _targets(rollouts, out)
-    golds = _read_golds(problems, verifier)
+    golds = _read_golds(problems, recipe, verifier)
     mine = [(file, target) for file, target in targets if shard.has(tables.part_number(file)[0])]
     todo = [(file, target) for file, target in mine if force or not target.exists()]
     total = {"rows": 0, "correct": 0}
@@ -158,7 +158,7 @@ def explain(
     from exgrpo_cli.verifiers.pool import Pool
 
     roots = [rollouts] if isinstance(rollouts, Path) else list(rollouts)
-    golds = _read_golds(problems, verifier)
+    golds = _read_golds(problems, recipe, verifier)
     for file in (file for root in roots for file in tables.parquet_files(root)):
         identifiers = tables.read_table("rollouts", file, ["rollout_id"])["rollout_id"]
         index = (identifiers == rollout_id).arg_max() if identifiers.len() else None
@@ -212,7 +212,7 @@ def _targets(rollouts: Path | Sequence[Path], out: Path) -> list[tuple[Path, Pat
 
 
 def _read_golds(
-    problems: Path, verifier: str | None = None
+    problems: Path, recipe: Recipe, verifier: str | None = None
 ) -> dict[str, tuple[str, str, str | None]]:
     """``problem_id`` to answer, verifier and (for functions) metadata."""
     data = tables.read_table("problems", problems, ["problem_id", "answer", "verifier", "metadata"])
@@ -222,6 +222,9 @@ def _read_golds(
             f"{problems}: problem_id {data['problem_id'][row]!r} is there more than once"
         )
     for name in [verifier] if verifier else data["verifier"].unique(maintain_order=True):
+        if not verifier:
+            row = ((data["verifier"] == name).arg_max() or 0) + 1
+            allowed_verifier(name, [recipe.problems.verifier], f"{problems}, row {row}")
         check_verifier(name)
     return {identifier: (a, verifier or v, m) for identifier, a, v, m in data.iter_rows()}
 

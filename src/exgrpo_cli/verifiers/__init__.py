@@ -9,6 +9,7 @@ hard time limits. A user's own function, ``path.py:function``, is a verifier too
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,4 +75,22 @@ def check_verifier(verifier: str) -> None:
         raise InputError(
             f"verifier {verifier}: no such file {path}; a relative path is taken from the folder"
             f" where the command runs, now {Path.cwd()}"
+        )
+
+
+def allowed_verifier(verifier: str, trusted: Collection[str], where: str) -> None:
+    """Refuse a user's function that only data names: a table must not choose code that runs.
+
+    Args:
+        verifier: what a row names. Built-in ones may be named by anyone.
+        trusted: what the command line or the recipe names, text for text.
+        where: the file and the row, for the message.
+
+    Raises:
+        InputError: a function that is not among ``trusted``.
+    """
+    if is_function(verifier) and verifier not in trusted:
+        raise InputError(
+            f"{where}: the data names verifier {verifier}, a file of code; it runs only where"
+            f" --verifier or the recipe's problems.verifier names it too, just so"
         )
