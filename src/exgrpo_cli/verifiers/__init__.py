@@ -15,7 +15,7 @@ from pathlib import Path
 
 from exgrpo_cli.errors import InputError
 
-BUILT_IN = ("math", "choice", "exact", "numeric")
+BUILT_IN = ("math", "math_verify", "choice", "exact", "numeric")
 """The verifiers that need no file."""
 
 STATUSES = ("ok", "no_answer", "no_format", "unparsable", "timeout", "error")
