@@ -69,7 +69,7 @@ def test_qwen_recipes_have_the_published_system_message(name: str) -> None:
 
 
 def test_the_llama_recipes_replace_it() -> None:
-    from exgrpo_cli.prompts import render_prompt
+    from exgrpo_cli.problems.prompts import render_prompt
 
     class Letters:  # a tokenizer's two faces that a prompt needs
         chat_template = None

@@ -70,6 +70,10 @@ class ProblemSettings(Section):
     format: str = Field("auto", description="the file's schema, where detection gets it wrong")
     verifier: str = Field("math", description="verifier of problems that name none")
     limit: int | None = Field(None, ge=1, description="only the first so many problems")
+    columns: dict[Literal["question", "answer", "options", "id", "source", "verifier"], str] = (
+        Field({}, description="field = column, where detection fails, such as {answer = 'Gold'}")
+    )
+    skip_bad: bool = Field(False, description="leave out rows that cannot be read, and count them")
 
 
 class RolloutSettings(Section):

@@ -13,7 +13,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.engines import Completion, Engine, Request, Sampling, open_engine
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.progress import Log, progress, quiet
-from exgrpo_cli.prompts import render_prompt
+from exgrpo_cli.problems.prompts import render_prompt
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.tables import WHOLE, Shard
