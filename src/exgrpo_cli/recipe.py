@@ -124,9 +124,17 @@ class VerifySettings(Section):
     )
     workers: int | None = Field(None, ge=1, description="worker processes; default: the cores")
     memory_mb: int = Field(2048, ge=256, description="memory a worker may take for an answer, MiB")
-    extract: Literal["auto", "boxed", "answer_tag", "hashes", "phrase", "last_line"] = Field(
-        "auto",
-        description="where the answer is; auto: the first of boxed, answer_tag, hashes, phrase",
+    require: Literal["none", "think", "think_answer"] = Field(
+        "none",
+        description="format without which the reward is 0: a closed thought (as published), or one"
+        " and <answer>...</answer>",
+    )
+    extract: Literal["auto", "boxed", "answer_tag", "hashes", "phrase", "last_line", "whole"] = (
+        Field(
+            "auto",
+            description="where the answer is; auto: a box, else a tag, else hashes or phrase; whole:"
+            " math-verify looks for it in all that follows the thought (as published)",
+        )
     )
     format: Literal["think", "think_answer"] = Field(
         "think", description="what format_reward is for: a thought, or one and <answer>...</answer>"
