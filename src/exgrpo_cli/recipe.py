@@ -132,8 +132,8 @@ class VerifySettings(Section):
     extract: Literal["auto", "boxed", "answer_tag", "hashes", "phrase", "last_line", "whole"] = (
         Field(
             "auto",
-            description="where the answer is; auto: a box, else a tag, else hashes or phrase; whole:"
-            " math-verify looks for it in all that follows the thought (as published)",
+            description="where the answer is; auto: a box, else a tag, else hashes or phrase;"
+            " whole: math-verify looks for it in all that follows the thought (as published)",
         )
     )
     format: Literal["think", "think_answer"] = Field(
