@@ -272,6 +272,21 @@ def test_another_verifier_than_the_problems_say(tmp_path: Path) -> None:
         verify(file, problems, out, RECIPE, verifier="numerics")
 
 
+@pytest.mark.parametrize("verifier", ["exact", "numeric"])
+def test_any_of_several_golds_is_right(tmp_path: Path, verifier: str) -> None:
+    golds = json.dumps({"golds": ["2", "-1,000"], "level": 1})
+    problems = write_problems(tmp_path / "p.parquet", [("a", "2", verifier, golds)])
+    texts = [r"\boxed{-1,000}", r"\boxed{2}", r"\boxed{3}", "none"]
+    rows = [rollout("a", sample, text) for sample, text in enumerate(texts)]
+    rollouts = write_rollouts(tmp_path / "part-00000-of-00001.parquet", rows)
+    verify(rollouts, problems, tmp_path / "v.parquet", RECIPE)
+    judged = tables.read_table("verdicts", tmp_path / "v.parquet")
+    assert judged["correct"].to_list() == [True, True, False, False]
+    assert judged["status"].to_list() == ["ok", "ok", "ok", "no_answer"]
+    told = explain(rollouts, problems, "s00000/a/00", RECIPE)
+    assert (told["answer"], told["correct"]) == ("-1,000", True)
+
+
 def test_a_large_file_is_read_and_written_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

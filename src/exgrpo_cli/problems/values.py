@@ -10,7 +10,7 @@ from typing import Any
 
 from exgrpo_cli.problems.readers import Number, RowError, kind_name, parse_json
 from exgrpo_cli.verifiers import is_function
-from exgrpo_cli.verifiers.extract import extract_answer, last_boxed
+from exgrpo_cli.verifiers.extract import extract_answer, gold_answer
 
 # What stands where a gold answer is missing: NuminaMath's words, and what programs write.
 _NO_GOLD = {"proof", "notfound", "n/a"}
@@ -190,7 +190,7 @@ def _is_none(text: str) -> bool:
 
 def bare(text: str) -> str:
     r"""A gold answer out of its box; several boxes are a list, as in responses."""
-    return last_boxed(text) or text
+    return gold_answer(text) or text
 
 
 def worked_gold(text: str, column: str, *, box_only: bool = False, line: bool = True) -> str:
@@ -205,7 +205,7 @@ def worked_gold(text: str, column: str, *, box_only: bool = False, line: bool = 
     Raises:
         RowError: none is found.
     """
-    found = last_boxed(text) if box_only else extract_answer(text)
+    found = gold_answer(text) if box_only else extract_answer(text)
     if found is None and line and "\n" not in text.strip():
         found = None if _SENTENCES.search(text) else text.strip()
     if found is None:

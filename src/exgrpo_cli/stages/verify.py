@@ -10,14 +10,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.problems.values import golds_of
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.verifiers import STATUSES, allowed_verifier, check_verifier, is_function
+from exgrpo_cli.verifiers import STATUSES, Verdict, allowed_verifier, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
 from exgrpo_cli.verifiers.reward import overlong, well_formed
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     import polars as pl
 
     from exgrpo_cli.verifiers.pool import Job, Pool
+
+Gold = tuple[list[str], str, str | None]
+Waiting = tuple[str, float, "list[Job]"]
 
 _ROWS_READ = 512
 _ROWS_JUDGED = 16_384  # at once; enough that the workers rarely wait for the last one
@@ -165,10 +169,10 @@ def explain(
         if index is None or identifiers[index] != rollout_id:
             continue
         row = _read_row(file, index, _columns(recipe))
-        job = _job(row, golds, problems, file, recipe.verify.extract)
+        jobs = _jobs(row, golds, problems, file, recipe.verify.extract)
         settings = recipe.verify
         with Pool(1, settings.timeout, settings.memory_mb) as pool:
-            verdict = pool.explain(job)
+            job, verdict = _best([(job, pool.explain(job)) for job in jobs])
         return {
             "rollout_id": rollout_id,
             "problem_id": row["problem_id"],
@@ -211,10 +215,8 @@ def _targets(rollouts: Path | Sequence[Path], out: Path) -> list[tuple[Path, Pat
     return targets
 
 
-def _read_golds(
-    problems: Path, recipe: Recipe, verifier: str | None = None
-) -> dict[str, tuple[str, str, str | None]]:
-    """``problem_id`` to answer, verifier and (for functions) metadata."""
+def _read_golds(problems: Path, recipe: Recipe, verifier: str | None = None) -> dict[str, Gold]:
+    """``problem_id`` to gold answers, verifier and (for functions) metadata."""
     data = tables.read_table("problems", problems, ["problem_id", "answer", "verifier", "metadata"])
     if data["problem_id"].is_duplicated().any():
         row = data["problem_id"].is_duplicated().arg_max() or 0
@@ -226,7 +228,7 @@ def _read_golds(
             row = ((data["verifier"] == name).arg_max() or 0) + 1
             allowed_verifier(name, [recipe.problems.verifier], f"{problems}, row {row}")
         check_verifier(name)
-    return {identifier: (a, verifier or v, m) for identifier, a, v, m in data.iter_rows()}
+    return {i: (golds_of(a, m), verifier or v, m) for i, a, v, m in data.iter_rows()}
 
 
 def _columns(recipe: Recipe) -> list[str]:
@@ -286,13 +288,14 @@ def _read_row(file: Path, index: int, columns: list[str]) -> dict[str, Any]:
     return rows.collect().row(0, named=True)
 
 
-def _job(
+def _jobs(
     row: dict[str, Any],
-    golds: dict[str, tuple[str, str, str | None]],
+    golds: dict[str, Gold],
     problems: Path,
     file: Path,
     rule: str,
-) -> Job:
+) -> list[Job]:
+    """What decides a rollout's verdict: a job for each gold answer, of which any is right."""
     from exgrpo_cli.verifiers.pool import Job
 
     gold = golds.get(row["problem_id"])
@@ -301,10 +304,10 @@ def _job(
             f"{file}: rollout {row['rollout_id']} answers problem_id {row['problem_id']!r}, which"
             f" is not in {problems}; give the problems that were rolled out"
         )
-    answer, verifier, metadata = gold
+    answers, verifier, metadata = gold
     extracted = extract_answer(row["text"], rule)
     if not is_function(verifier):
-        return Job(verifier, answer, extracted)
+        return [Job(verifier, answer, extracted) for answer in answers]
     try:
         values = json.loads(metadata) if metadata else {}
     except ValueError:  # no JSON, or an integer too long to be read
@@ -314,7 +317,16 @@ def _job(
             f"{problems}: metadata of problem_id {row['problem_id']!r} is no JSON object, which"
             f" verifier {verifier} takes"
         )
-    return Job(verifier, answer, extracted, response=row["text"], metadata=values)
+    return [Job(verifier, answers[0], extracted, response=row["text"], metadata=values)]
+
+
+def _best(judged: Sequence[tuple[Job, Verdict]]) -> tuple[Job, Verdict]:
+    """The verdict that counts where there are several golds: the first right one, else the first
+    that was judged, else the first; with the time of all."""
+    if len(judged) == 1:
+        return judged[0]
+    job, verdict = max(judged, key=lambda pair: (pair[1].correct, pair[1].status == "ok"))
+    return job, replace(verdict, seconds=sum(one.seconds for _, one in judged))
 
 
 def _extra_reward(row: dict[str, Any], recipe: Recipe) -> float:
@@ -343,29 +355,30 @@ class _Counts:
 def _judge_part(
     con: duckdb.DuckDBPyConnection,
     file: Path,
-    golds: dict[str, tuple[str, str, str | None]],
+    golds: dict[str, Gold],
     problems: Path,
     recipe: Recipe,
     pool: Pool,
     counts: _Counts,
 ) -> Iterator[pl.DataFrame]:
     """The verdicts on a file's rows, in their order, some thousands at a time."""
-    waiting: list[tuple[str, float, Job]] = []
+    waiting: list[Waiting] = []
     held = 0
     for row in _read_rows(con, file, _columns(recipe)):
-        job = _job(row, golds, problems, file, recipe.verify.extract)
-        waiting.append((row["rollout_id"], _extra_reward(row, recipe), job))
-        held += len(job.response) + len(job.extracted or "")
+        jobs = _jobs(row, golds, problems, file, recipe.verify.extract)
+        waiting.append((row["rollout_id"], _extra_reward(row, recipe), jobs))
+        held += len(jobs[0].response) + len(jobs[0].extracted or "")
         if len(waiting) >= _ROWS_JUDGED or held >= _BYTES_JUDGED:
             yield _judge(waiting, pool, counts)
             waiting, held = [], 0
     yield _judge(waiting, pool, counts)
 
 
-def _judge(waiting: Sequence[tuple[str, float, Job]], pool: Pool, counts: _Counts) -> pl.DataFrame:
+def _judge(waiting: Sequence[Waiting], pool: Pool, counts: _Counts) -> pl.DataFrame:
     rows = []
-    verdicts = pool.judge([job for _, _, job in waiting])
-    for (rollout_id, extra, job), verdict in zip(waiting, verdicts, strict=True):
+    verdicts = iter(pool.judge([job for _, _, jobs in waiting for job in jobs]))
+    for rollout_id, extra, jobs in waiting:
+        job, verdict = _best([(job, next(verdicts)) for job in jobs])
         counts.rows += 1
         counts.correct += verdict.correct
         counts.by_status[verdict.status] += 1
