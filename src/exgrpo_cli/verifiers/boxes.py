@@ -19,10 +19,10 @@ _BLANK_COMMANDS = frozenset(
 
 # Between boxes that make a list: what sets them, ...
 _SETTING = re.compile(
-    r"\\(?:[()\[\],;:! \\]|q?quad\b|(?:text(?:bf|it|rm)?|mathrm|mbox|left|right|displaystyle)\b)"
-    r"|[${}&*~]"
+    r"\\(?:[()\[\],;:! \\]|q?quad\b|(?:text(?:bf|it|rm)?|mathrm|mbox|left|right|displaystyle)\b"
+    r"|(?:lor|land|vee|wedge|cup)\b)|[${}&*~/|]"
 )
-_AND = r"(?:and|or|&|和|或|与|與|及|以及|と|또는)?"
+_AND = r"(?:(?:and|or)(?:\s+(?:also|else|maybe|perhaps|possibly))?|和|或|与|與|及|以及|と|또는)?"
 _NOT_A_LIST = (
     r"(?!(?:so|thus|hence|therefore|then|but|not?|wait|actually|now|which|that|this|it|since|as|if"
     r"|because|gives?|get|finally|final|answer|result|namely|equivalently|rather|instead)\b)"
@@ -30,7 +30,7 @@ _NOT_A_LIST = (
 # ... a comma or a conjunction, a number as (b) or 2., and a name as `y =`; or, within a line and
 # after a comma or a conjunction, words as "the minimum is".
 _BETWEEN = re.compile(
-    rf"\s*[,;.、，；。]?\s*{_AND}\s*"
+    rf"\s*[,;.、，；。]?\s*\(?{_AND}\s*"
     r"(?:[-•]\s*)?(?:\(?(?:\d{1,2}|[a-zA-Z]|[ivx]{2,4})[.)]\s*)?"
     rf"(?:{_NOT_A_LIST}\\?\w{{1,12}}(?:\s?\w)?(?:\(\w{{1,3}}\))?\s*=\s*)?"
     rf"|[ ]*(?:[,;]|(?=and|or))[ ]*{_AND}[ ]+(?:{_NOT_A_LIST}\w+[ ]+){{1,5}}"

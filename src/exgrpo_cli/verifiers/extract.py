@@ -75,6 +75,8 @@ def _last_hashes(text: str, headings: bool) -> tuple[int, str] | None:
     """
     if "####" not in text:
         return None
+    if text.rstrip().endswith("\n####"):
+        return len(text), ""
     for line in reversed(list(_HASHES.finditer(text))):
         said = line[1]
         stated = last_stated(said)

@@ -16,7 +16,7 @@ _TRIES = 100  # places that look like an answer's, from the last on
 # --- where an answer is stated ------------------------------------------------------------------
 
 _WORD = re.compile(
-    r"[Aa]nswers?\b|ANSWERS?\b|[Rr]esult\b|[Ss]olution\b|[Vv]alue\b|[Oo]ption\b|[Cc]hoice\b"
+    r"[Aa]ns(?:wers?)?\b|ANS(?:WERS?)?\b|[Rr]esult\b|[Ss]olution\b|[Vv]alue\b|[Oo]ption\b|[Cc]hoice\b"
     r"|[答选選故应應]|최종|정답|답"
 )
 _NEEDS = {  # what makes the word one for the final answer
@@ -29,7 +29,7 @@ _IS = re.compile(
     r"(?:(?:is|are|equals|becomes|(?:must|should|would|will|can\s+only)\s+be)\b|=)",
     re.IGNORECASE,
 )
-_COLON = re.compile(r"[ \t]*+[\"'*_`})\]】]{0,6}[ \t]*+[:：]")
+_COLON = re.compile(r"[ \t]*+[\"'*_`})\]】]{0,6}[ \t]*+(?:[:：→⇒]|[-=]>)")
 _ALONE = re.compile(r"[^\w\n$\\(\[<]{0,20}(?:\n|\Z)")  # a heading: the answer is on a later line
 _THEN_MATH = re.compile(r"[ \t]{0,3}(?=\$|\\[(\[]|\*\*\S)")
 _START = re.compile(  # of a line or a statement, up to the word
@@ -48,7 +48,7 @@ _CJK = re.compile(
 # --- what it is ---------------------------------------------------------------------------------
 
 _SKIP = re.compile(  # between the label and the answer
-    r"(?:[\s*_:：=>}\"“`'】」』~]|\\(?:[,;:! ]|q?quad\b)|(?:-{3,}|#{1,6})[ \t]*+(?=\n|[*\w])"
+    r"(?:[\s*_:：=>}\"“`】」』~]|\\(?:[,;:! ]|q?quad\b)|(?:-{3,}|#{1,6})[ \t]*+(?=\n|[*\w])"
     r"|(?:therefore|thus|hence|then|simply|just|exactly|indeed|clearly|approximately|about|roughly"
     r"|now|equal\s+to|given\s+by|found\s+to\s+be|as\s+follows|that|option|choice)\b[,:]?(?=\s))*+",
     re.IGNORECASE,
@@ -75,13 +75,23 @@ _END = re.compile(
 _CLAUSE = re.compile(
     r",?\s+(?:because|since|which|as)\s|,\s+(?:so|not|where|who|thus|hence|therefore|and\s+(?:so"
     r"|thus|hence|therefore))\s|[,，]\s*(?=[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3])"
-    r"|\s+\([a-z]{2,}[^()$]*\)\s*\Z|\s+[—–]\s|\s*(?:です|である|だ|となる|입니다|이다)\s*\Z",
+    r"|\s+\([A-Za-z]{2,}[^()$]*\)\s*\Z|\s+[—–]\s"
+    r"|\s*(?:です|である|だ|となる|(?:に|と)なります|입니다|이다)\s*\Z",
 )
 _BOLD_END = re.compile(r"\*\*+(?=[\s.,;:!?)\]}$。，]|\Z)")
+_FORMULA = re.compile(r"[-+\d.$\\(\[{]|[a-zA-Z]\b")
+_REMARK = re.compile(r",\s+(?!(?:and|or)\b)[a-z]{2}")  # "5, by symmetry"
 _STATED = re.compile(r"[A-Za-z]{2}.*\b(?:is|are|equals|be)\b[\s*:]+(.+)", re.DOTALL)
-_NAMED = re.compile(r"(?:the|an?)\s+[a-z][a-z ]{0,40}(\$[^$]+\$|\*\*[^*]+\*\*)", re.IGNORECASE)
+_NAMED = re.compile(
+    r"(?:the|an?)\s+(?:[a-z]+\s+)?(?:number|integer|value|fraction|ratio|point|interval|set|pair"
+    r"|triple|vector|matrix|expression|function|polynomial|equation|letter|total\s+of)\s+"
+    r"([-$\d(\[{\\*].*|[a-z]\s?=.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+_AROUND = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("'", "'"))
 _NO_ANSWER = re.compile(
-    r"(?:(?:not|what|how|whether|why|in|of|on|obtained|found|based|derived|given)\b.*"
+    r"(?:(?:not|what|how|whether|why|in|of|on|obtained|found|based|derived|given"
+    r"|written|expressed|defined|shown)\b.*"
     r"|(?:indeed |also )?(?:(?:in)?correct|right|wrong|(?:in)?valid|reasonable|acceptable|possible"
     r"|consistent|unique|clear|unclear|unknown|verified|confirmed|below|above|as follows|here)"
     r"|(?:正确|对|错误|唯一|不正确)的?)",
@@ -195,12 +205,16 @@ def _words(window: str, whole: bool) -> str | None:
         inner = _SKIP.sub("", (named or stated)[1], count=1)  # type: ignore[index]
         return _formulas(inner) or _words(inner, True)
     clause = _CLAUSE.search(text, 1)
-    text = tidy(_balanced(text[: clause.start()] if clause else text)) or ""
+    text = text[: clause.start()] if clause else text
+    remark = _REMARK.search(text)
+    if remark and _FORMULA.match(text) and len(_PROSE.findall(text, 0, remark.start())) <= 1:
+        text = text[: remark.start()]
+    text = tidy(_balanced(text)) or ""
     if not text or _NO_ANSWER.fullmatch(text):
         return None
     if stop is None and text.count("{") > text.count("}"):
         return ""  # cut off within a formula
-    parts = re.split(r"\s*,?\s+(?:and|or)\s+", text)
+    parts = re.split(r"\s*,?\s+(?:and|or)\s+|\s*[、或和]\s*", text)
     return text if len(parts) == 1 or any(map(_PROSE.search, parts)) else ", ".join(parts)
 
 
@@ -231,11 +245,11 @@ def tidy(text: str) -> str | None:
     """An answer without emphasis, quotation marks, a full stop, or delimiters around all of it;
     None where nothing is left."""
     for _ in range(5):  # as deep as anybody wraps an answer
-        text = text.strip().strip('*_`"“”').strip()
+        text = text.strip().strip('*_`"“”「」『』').strip()
         bare = text.rstrip(".,;:。，；：")
         if not bare.endswith("\\") and not text.endswith(".."):
             text = bare
-        for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        for left, right in _AROUND:
             inner = text[len(left) : len(text) - len(right)]
             whole = len(text) > len(left) + len(right)
             if whole and text.startswith(left) and text.endswith(right) and left not in inner:
