@@ -8,6 +8,7 @@ those that the file starts as it is imported end with the worker.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import sys
@@ -21,11 +22,6 @@ Function = Callable[[str, str, dict[str, Any]], bool | float]
 CORRECT_FROM = 0.5
 """The least number that counts as correct."""
 _LARGEST = (2 - 2**-23) * 2.0**127  # of the table's 32-bit floats
-
-# A user's function may put others in their places.
-_float, _hasattr, _isinstance, _type, _abs = float, hasattr, isinstance, type, abs
-_isnan, _text = math.isnan, (str, bytes)
-_failures = (TypeError, ValueError, OverflowError)
 
 
 def load(verifier: str) -> Function:
@@ -53,39 +49,40 @@ def load(verifier: str) -> Function:
     return function  # type: ignore[no-any-return]
 
 
-def judge(
-    function: Function, response: str, answer: str, metadata: dict[str, Any]
-) -> tuple[float | None, str]:
-    """Call the function and read its result.
+def caller(function: Function) -> Callable[[str, str, dict[str, Any]], tuple[float | None, str]]:
+    """What calls the function and reads its result: the reward, a finite number that 32 bits hold,
+    and a line for people; without a reward, why there is none."""
+    # The function may put others in the places of these.
+    number, has, isa, kind_of, size = float, hasattr, isinstance, type, abs
+    isnan, text, largest = math.isnan, (str, bytes), _LARGEST
+    suppress, failures = contextlib.suppress, (TypeError, ValueError, OverflowError)
 
-    Returns:
-        The reward, a finite number that 32 bits hold, and a line for people; without a reward, why
-        there is none.
-    """
-    value: Any = function(response, answer, metadata)
-    kind = _type(value)
-    # float() would also read text and buffers
-    number = _hasattr(kind, "__float__") or _hasattr(kind, "__index__")
-    if not number or _isinstance(value, _text):
-        shown = f"{value!r:.80}" if value is None or _isinstance(value, _text) else ""
-        what = shown or f"a {kind.__name__}"
-        return None, f"the function returned {what}, not a bool or a number"
-    try:
-        reward = _float(value)
-    except _failures:
-        return None, f"the function returned a {kind.__name__}, not a bool or a number"
-    if _isnan(reward):
-        return None, f"the function returned {reward}"
-    if _abs(reward) > _LARGEST:
-        return None, f"the function returned {reward}, which a 32-bit number cannot hold"
-    return reward, f"the function returned {value!r:.80}"
+    def call(response: str, answer: str, metadata: dict[str, Any]) -> tuple[float | None, str]:
+        value: Any = function(response, answer, metadata)
+        kind = kind_of(value)
+        if value is None or isa(value, text):
+            return None, f"the function returned {value!r:.80}, not a bool or a number"
+        reward = None
+        # float() would also read buffers
+        if has(kind, "__float__") or has(kind, "__index__"):
+            with suppress(*failures):
+                reward = number(value)
+        if reward is None:
+            return None, f"the function returned a {kind.__name__}, not a bool or a number"
+        if isnan(reward):
+            return None, f"the function returned {reward}"
+        if size(reward) > largest:
+            return None, f"the function returned {reward}, which a 32-bit number cannot hold"
+        return reward, f"the function returned {value!r:.80}"
+
+    return call
 
 
 def verdict(message: dict[str, Any]) -> dict[str, Any]:
     """The verdict's fields in a worker's reply, which is the user's own word: all is checked.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no reply of :func:`judge`'s.
+        KeyError, TypeError, ValueError: it is no reply of a function's worker.
     """
     reward = message["reward"]
     if not isinstance(reward, (int, float)) or not abs(reward) <= _LARGEST:

@@ -74,7 +74,8 @@ class _Worker:
 
     def __init__(self, verifier: str, memory_mb: int) -> None:
         self.verifier = verifier
-        self.token = os.urandom(16).hex().encode()
+        token = os.urandom(16).hex().encode()
+        self.token: bytes | None = token  # of the reply that is due
         self.channel, theirs = socket.socketpair()
         self.channel.settimeout(_SEND_SECONDS)
         self.status: int | None = None
@@ -85,15 +86,16 @@ class _Worker:
         if self.pid == 0:
             try:
                 _close_all_but(theirs.fileno())
-                work(theirs.fileno(), keeper, verifier, memory_mb, self.token)
+                work(theirs.fileno(), keeper, verifier, memory_mb, token)
             finally:
                 os._exit(1)
         theirs.close()
 
     def send(self, line: bytes) -> None:
-        self.token = os.urandom(16).hex().encode()
+        token = os.urandom(16).hex().encode()
+        self.token = token
         try:
-            self.channel.sendall(b"%b %b\n" % (self.token, line))
+            self.channel.sendall(b"%b %b\n" % (token, line))
         except TimeoutError:  # it does not listen
             os.kill(self.pid, signal.SIGKILL)
         except (BrokenPipeError, ConnectionResetError):  # its status comes later
@@ -120,7 +122,7 @@ class _Worker:
         for line in lines:
             token, _, text = line.partition(b" ")
             if token == self.token:
-                self.token = b""
+                self.token = None
                 message = json.loads(text)
                 if isinstance(message, dict):
                     return message

@@ -89,8 +89,9 @@ def _builtin(module: Any) -> Callable[[dict[str, Any]], str]:
 def _function(call: Any) -> Callable[[dict[str, Any]], str]:
     """What answers a request by a user's function, in JSON; afterwards the process has its folder,
     limits and timers again."""
-    from exgrpo_cli.verifiers.function import judge
+    from exgrpo_cli.verifiers.function import caller
 
+    judge = caller(call)
     chdir, folder, setrlimit = os.chdir, str(Path.cwd()), resource.setrlimit
     getrlimit, no_alarm, timer = resource.getrlimit, signal.setitimer, signal.ITIMER_REAL
     kept = [(kind, getrlimit(kind)[0]) for kind in _LIMITS]
@@ -111,7 +112,7 @@ def _function(call: Any) -> Callable[[dict[str, Any]], str]:
             return '{"fault": null}'
         try:
             reward, why = judge(
-                call, request["response"], request["answer"], request.get("metadata") or {}
+                request["response"], request["answer"], request.get("metadata") or {}
             )
         finally:
             if getpid() != me:  # a fork that came back must not answer too
@@ -167,7 +168,7 @@ def work(channel: int, keeper: int, verifier: str, memory_mb: int, token: bytes)
             except OSError:
                 leave(LOST)
             if not buffer:
-                leave(0)
+                leave(LOST)
         line, _, rest = buffer.partition(b"\n")
         line, buffer = b"".join([*parts, line]), rest
         token, _, text = line.partition(b" ")
