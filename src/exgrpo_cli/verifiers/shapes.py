@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from fractions import Fraction
 
 from exgrpo_cli.verifiers.sure import number
 
@@ -24,12 +23,12 @@ _CLOCK = re.compile(
     r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?\s*+(?:(?:\\text\s*+\{)?\s*+([ap])\.?\s?m\.?\s*+\}?)?",
     re.IGNORECASE,
 )
-_DATE = re.compile(r"([0-9]{4})([-/.])(0?[1-9]|1[0-2])\2(0?[1-9]|[12][0-9]|3[01])")
+_DATE = re.compile(r"([0-9]{4}|[0-9]{2}(?=-[01][0-9]-[0-3][0-9]))([-/.])(0?[1-9]|1[0-2])\2(0?[1-9]|[12][0-9]|3[01])")
 _OTHER_DATE = re.compile(r"([0-9]{1,2})([-/.])([0-9]{1,2})\2([0-9]{4})")
 _DOTS = re.compile(r"\\[lc]?dots[bcimo]?(?![A-Za-z])|\.{3,}")
 _COMMAND_TEXT = re.compile(r"\\text\s*+\{([^{}]*+)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
-_JUXTAPOSED = re.compile(r"[-+]?[0-9.,]+(?:\s++[0-9.,]+)+")
+_JUXTAPOSED = re.compile(r"[-+]?[0-9.]+(?:\s++[0-9.]+)+")
 
 
 def compare(gold: str, found: str, same: Same) -> bool | None:
@@ -319,11 +318,3 @@ def _by_relation(gold: str, found: str, same: Same) -> bool | None:
         return gold_kinds == kinds and not others[0] and same(others[-1], sides[-1])
     return None
 
-
-def proportion(text: str) -> Fraction | None:
-    """The value of a ratio of two plain numbers."""
-    left, colon, right = text.partition(":")
-    one, other = number(left.strip()), number(right.strip())
-    if not colon or one is None or other is None or not other.value:
-        return None
-    return one.value / other.value

@@ -16,7 +16,7 @@ _NUMBER = re.compile(
     r"(?P<dollar>\$?)(?P<sign>[-+]?)"
     r"(?:(?P<digits>(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
     r"(?:\s?\\times 10\^\{(?P<power>-?\d{1,4})\})?"
-    r"|10\^\{(?P<ten>-?\d{1,4})\}"
+    r"|10\^(?:\{(?P<ten>-?\d{1,4})\}|(?P<tenth>\d))"
     r"|(?P<over>\d+)/(?P<under>[1-9]\d*)"
     r"|(?P<whole>\d*)\s?\\[dt]?frac\{(?P<above>\d+)\}\{(?P<below>[1-9]\d*)\}"
     r")(?P=dollar)",
@@ -53,8 +53,9 @@ def number(text: str) -> Number | None:
         unit = Fraction(10) ** int(match["power"] or 0)
         half = unit / (2 * 10**places) if places else None
         return Number(sign * Fraction(digits) * unit, half, match["power"] is not None)
-    if match["ten"] is not None:
-        return Number(sign * Fraction(10) ** int(match["ten"]))
+    ten = match["ten"] or match["tenth"]
+    if ten is not None:
+        return Number(sign * Fraction(10) ** int(ten))
     above, below = match["over"] or match["above"], match["under"] or match["below"]
     return Number(sign * (int(match["whole"] or 0) + Fraction(int(above), int(below))))
 
