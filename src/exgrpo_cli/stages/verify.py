@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.problems.values import golds_of
-from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.recipe import Recipe, VerifySettings
 from exgrpo_cli.verifiers import STATUSES, Verdict, allowed_verifier, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
-from exgrpo_cli.verifiers.reward import overlong, well_formed
+from exgrpo_cli.verifiers.reward import has_required, overlong, well_formed
 
 if TYPE_CHECKING:
     import duckdb
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from exgrpo_cli.verifiers.pool import Job, Pool
 
 Gold = tuple[list[str], str, str | None]
-Waiting = tuple[str, float, "list[Job]"]
+Waiting = tuple[str, float, "list[Job]", bool]  # the last: whether they are to be judged
 
 _ROWS_READ = 512
 _ROWS_JUDGED = 16_384  # at once; enough that the workers rarely wait for the last one
 _BYTES_JUDGED = 64 * 2**20  # of texts held for them
+_READ_WHOLE_TEXTS = ("math", "math_verify")
 
 
 def verify(
@@ -54,9 +55,10 @@ def verify(
     bounded however large a part and its row groups are; the workers and what they have judged are
     kept from part to part.
 
-    The reward is the verifier's, plus ``verify.format_reward`` where the response is in
-    ``verify.format``, minus ``verify.length_penalty`` where it is overlong (see
-    :mod:`exgrpo_cli.verifiers.reward`). ``correct`` is the verifier's alone.
+    A response without the format that ``verify.require`` names is not judged: its status is
+    ``no_format``, it is not correct, and it earns 0. Otherwise the reward is the verifier's, plus
+    ``verify.format_reward`` where the response is in ``verify.format``. ``verify.length_penalty``
+    is taken from either where the response is overlong (see :mod:`exgrpo_cli.verifiers.reward`).
 
     Args:
         rollouts: a folder of parts, a file, or several of either.
@@ -169,10 +171,14 @@ def explain(
         if index is None or identifiers[index] != rollout_id:
             continue
         row = _read_row(file, index, _columns(recipe))
-        jobs = _jobs(row, golds, problems, file, recipe.verify.extract)
         settings = recipe.verify
-        with Pool(1, settings.timeout, settings.memory_mb) as pool:
-            job, verdict = _best([(job, pool.explain(job)) for job in jobs])
+        jobs = _jobs(row, golds, problems, file, settings)
+        if has_required(row["text"], settings.require):
+            with Pool(1, settings.timeout, settings.memory_mb) as pool:
+                job, verdict = _best([(job, pool.explain(job)) for job in jobs])
+        else:
+            why = f"the response is not in the format of verify.require, {settings.require}"
+            job, verdict = jobs[0], Verdict("no_format", why=why)
         return {
             "rollout_id": rollout_id,
             "problem_id": row["problem_id"],
@@ -293,7 +299,7 @@ def _jobs(
     golds: dict[str, Gold],
     problems: Path,
     file: Path,
-    rule: str,
+    settings: VerifySettings,
 ) -> list[Job]:
     """What decides a rollout's verdict: a job for each gold answer, of which any is right."""
     from exgrpo_cli.verifiers.pool import Job
@@ -305,9 +311,12 @@ def _jobs(
             f" is not in {problems}; give the problems that were rolled out"
         )
     answers, verifier, metadata = gold
-    extracted = extract_answer(row["text"], rule)
+    extracted = None
+    if has_required(row["text"], settings.require):
+        extracted = extract_answer(row["text"], settings.extract)
     if not is_function(verifier):
-        return [Job(verifier, answer, extracted) for answer in answers]
+        whole = settings.extract == "whole" and verifier in _READ_WHOLE_TEXTS
+        return [Job(verifier, answer, extracted, whole=whole) for answer in answers]
     try:
         values = json.loads(metadata) if metadata else {}
     except ValueError:  # no JSON, or an integer too long to be read
@@ -333,7 +342,8 @@ def _extra_reward(row: dict[str, Any], recipe: Recipe) -> float:
     """What format and length add to a response's reward."""
     settings = recipe.verify
     extra = 0.0
-    if settings.format_reward and well_formed(row["text"], settings.format):
+    rewarded = settings.format_reward and has_required(row["text"], settings.require)
+    if rewarded and well_formed(row["text"], settings.format):
         extra += settings.format_reward
     if settings.length_penalty:
         truncated = row["finish_reason"] == "length"
@@ -365,8 +375,9 @@ def _judge_part(
     waiting: list[Waiting] = []
     held = 0
     for row in _read_rows(con, file, _columns(recipe)):
-        jobs = _jobs(row, golds, problems, file, recipe.verify.extract)
-        waiting.append((row["rollout_id"], _extra_reward(row, recipe), jobs))
+        jobs = _jobs(row, golds, problems, file, recipe.verify)
+        judged = has_required(row["text"], recipe.verify.require)
+        waiting.append((row["rollout_id"], _extra_reward(row, recipe), jobs, judged))
         held += len(jobs[0].response) + len(jobs[0].extracted or "")
         if len(waiting) >= _ROWS_JUDGED or held >= _BYTES_JUDGED:
             yield _judge(waiting, pool, counts)
@@ -376,9 +387,12 @@ def _judge_part(
 
 def _judge(waiting: Sequence[Waiting], pool: Pool, counts: _Counts) -> pl.DataFrame:
     rows = []
-    verdicts = iter(pool.judge([job for _, _, jobs in waiting for job in jobs]))
-    for rollout_id, extra, jobs in waiting:
-        job, verdict = _best([(job, next(verdicts)) for job in jobs])
+    verdicts = iter(pool.judge([job for _, _, jobs, judged in waiting if judged for job in jobs]))
+    for rollout_id, extra, jobs, judged in waiting:
+        if judged:
+            job, verdict = _best([(job, next(verdicts)) for job in jobs])
+        else:
+            job, verdict = jobs[0], Verdict("no_format")
         counts.rows += 1
         counts.correct += verdict.correct
         counts.by_status[verdict.status] += 1
