@@ -78,9 +78,8 @@ def _builtin(module: Any) -> Callable[[dict[str, Any]], str]:
     def answer(request: dict[str, Any]) -> str:
         if request.get("check"):
             return json.dumps({"fault": module.check_gold(request["answer"])})
-        verdict = module.judge(
-            request["answer"], request["extracted"], explain=request.get("explain", False)
-        )
+        options = {name: request[name] for name in ("explain", "whole") if name in request}
+        verdict = module.judge(request["answer"], request["extracted"], **options)
         return json.dumps(asdict(verdict))
 
     return answer
