@@ -6,11 +6,11 @@ from typing import Any
 
 import polars as pl
 import pytest
-from problem_files import WRITERS, one, write_jsonl, write_parquet
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.problems import import_problems
+from problem_files import WRITERS, one, write_jsonl, write_parquet
 
 BENCHMARKS = Path(__file__).parents[3] / "shared" / "data" / "math-benchmarks.verl.parquet"
 

@@ -56,6 +56,11 @@ def options_in(row: Mapping[str, Any], told: str | None = None) -> list[tuple[st
             if all(m and m[1].upper() == name for m, name in zip(cut, LETTERS, strict=False)):
                 return [(m[1].upper(), m[2].strip()) for m in cut if m]
             return options
+        if isinstance(value, str) and value.strip():
+            raise RowError(
+                f"{column} is text that is no list of options; as JSON they would be put into the"
+                " prompt, and --format plain leaves them out"
+            )
     if told is None and all(row.get(name) is not None for name in "ABC"):
         return _texts([(name, row[name]) for name in LETTERS if row.get(name) is not None], "A")
     return []

@@ -62,7 +62,7 @@ _KNOWN = {
         "source", "data_source", "verifier", "messages", "conversations", "reward_model",
         "extra_info",
     )
-}  # fmt: skip
+} | {"questionstem": "question"}  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -73,7 +73,11 @@ def known(column: str) -> str:
 
 def by_known_names(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row under the names that formats know; a column that has such a name itself comes first."""
-    return {known(name): value for name, value in row.items()} | dict(row)
+    view = {known(name): value for name, value in row.items()} | dict(row)
+    question = view.get("question")
+    if isinstance(question, Mapping) and "stem" in question:  # ARC as it was first published
+        view |= {"question": question["stem"], "choices": question.get("choices")}
+    return view
 
 
 def at(row: Mapping[str, Any], column: str) -> Any:

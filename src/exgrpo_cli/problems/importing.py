@@ -26,7 +26,14 @@ Log = Callable[[str], None]
 
 _PEEKED = 20  # rows that detection looks at
 _NAMED = 3  # rows left out that are named
-_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?")
+_NUMBER = re.compile(r"-?[0-9]{1,30}(?:\.[0-9]{1,30})?")
+# Golds that need no check, by verifier: whole sets (AIME, DAPO, GSM8K, MMLU) are such.
+_SURE = {
+    "math": _NUMBER,
+    "numeric": _NUMBER,
+    "choice": re.compile("[A-J]"),
+    "exact": re.compile(r".*\S.*", re.DOTALL),
+}
 
 
 @dataclass(frozen=True)
@@ -198,8 +205,8 @@ def _read_file(
         if how.fmt == "auto":
             found, *others = detect(file, columns, good, how.told)
             how = replace(how, fmt=found)
-            if set(others) - {"plain"}:
-                fit = ", ".join(others)
+            fit = ", ".join(other for other in others if other != "plain")
+            if fit:
                 say(f"{file}: read as {found}; {fit} would fit too, and --format tells it")
         check_columns(file, columns, how.fmt, how.told)
     for number, row in itertools.chain(peeked, opened.rows):
@@ -300,8 +307,7 @@ def _gold_faults(
         (index, p.verifier, gold)
         for index, p in enumerate(problems)
         for gold in p.golds
-        # A number needs no check; whole sets (AIME, DAPO, GSM8K) are numbers.
-        if not (p.verifier in ("math", "numeric") and _NUMBER.fullmatch(gold))
+        if not (p.verifier in _SURE and _SURE[p.verifier].fullmatch(gold))
     ]
     faults = []
     size = 5000

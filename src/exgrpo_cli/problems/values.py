@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -15,6 +18,9 @@ from exgrpo_cli.verifiers.extract import extract_answer, gold_answer
 # What stands where a gold answer is missing: NuminaMath's words, and what programs write.
 _NO_GOLD = {"proof", "notfound", "n/a"}
 _NO_VALUE = {"None", "nan", "NaN", "null", "NULL"}
+# A list or dict of texts or dicts, as pandas writes them into a CSV.
+_PYTHON = re.compile(r"\s*(?:\[\s*['{]|\{\s*')")
+_NO_COMMA = re.compile(r"['\"]\s+['\"]")  # numpy writes none, and Python would join the texts
 _SENTENCES = re.compile(r"[.!?]\s+\w")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 
@@ -38,12 +44,17 @@ def dump(value: Any) -> str:
 
 
 def structure(value: Any) -> Any:
-    """A value that is a list or an object, also where it is written as JSON text."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return parse_json(value)
-        except (ValueError, RecursionError):
-            return value
+    """A value that is a list or an object, also where a text holds it, as JSON or as Python."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return parse_json(value)
+    except (ValueError, RecursionError):
+        pass
+    if _PYTHON.match(value) and not _NO_COMMA.search(value):
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backslashes that Python would write twice
+            return ast.literal_eval(value.strip())
     return value
 
 
