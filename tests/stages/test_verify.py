@@ -259,8 +259,8 @@ def test_explain_on_the_command_line(tmp_path: Path, problems: Path, exgrpo: Exg
     found = json.loads(done.stdout)
     assert (found["answer"], found["extracted"]) == (r"\frac{1}{2}", "0.5")
     assert (found["status"], found["correct"], found["reward"]) == ("ok", True, 1.0)
-    assert "1/2" in found["parsed_answer"]
-    assert "1/2" in found["parsed_extracted"]
+    assert r"\frac{1}{2}" in found["parsed_answer"]
+    assert "0.5" in found["parsed_extracted"]
     assert found["why"] == "equal to the gold answer"
     assert found["response_end"].endswith(r"So \boxed{0.5} 0")
     assert not list(tmp_path.glob("*verdicts*"))  # nothing is written
