@@ -43,7 +43,12 @@ def test_packed_files(tmp_path: Path) -> None:
     ):
         path = write(tmp_path / name, gzip.compress(content))
         assert answers(path) == ANSWERS
-    assert one(write(tmp_path / "mine.jsonl.gz", gzip.compress(lines[:30])))["source"] == "mine"
+    assert (
+        one(write(tmp_path / "mine.jsonl.gz", gzip.compress(json.dumps(ROWS[0]).encode())))[
+            "source"
+        ]
+        == "mine"
+    )
     for content in (gzip.compress(lines)[:-10], b"no gzip at all"):
         with pytest.raises(InputError, match=r"a\.jsonl\.gz: not a readable gzip file"):
             answers(write(tmp_path / "a.jsonl.gz", content))

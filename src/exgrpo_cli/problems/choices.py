@@ -9,7 +9,7 @@ from typing import Any
 
 from exgrpo_cli.problems.readers import Number, RowError
 from exgrpo_cli.problems.values import NoGoldError, scalar_text, structure
-from exgrpo_cli.verifiers.choice import letter
+from exgrpo_cli.verifiers.choice import letters
 
 LETTERS = "ABCDEFGHIJ"
 """As many as the verifier ``choice`` knows."""
@@ -22,7 +22,8 @@ LETTER_COLUMNS = (
 WRONG = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")
 """GPQA's columns beside ``correct_answer``."""
 
-_INSTRUCTION = "Answer with the letter of the right option."
+_ONE = "Answer with the letter of the right option."
+_ALL = "Answer with the letters of all right options."
 _LABEL = re.compile(r"\s*[(\[]?([A-Ja-j])\s*[).:\]]\s*(.*)", re.DOTALL)
 
 
@@ -95,8 +96,9 @@ def gpqa_options(question: str, row: Mapping[str, Any]) -> tuple[list[tuple[str,
     return [("", texts[number]) for number in order], LETTERS[order.index(0)]
 
 
-def with_options(question: str, options: Sequence[tuple[str, str]]) -> str:
-    """The question with its options, lettered from A, and what to answer with.
+def with_options(question: str, options: Sequence[tuple[str, str]], gold: str) -> str:
+    """The question with its options, lettered from A, and what to answer with: a letter, or the
+    letters where the gold answer has several.
 
     Raises:
         RowError: fewer than two options, more than there are letters, or an empty one.
@@ -106,13 +108,13 @@ def with_options(question: str, options: Sequence[tuple[str, str]]) -> str:
     if not all(text.strip() for _, text in options):
         raise RowError("an option is empty")
     lines = [f"{name}. {text.strip()}" for name, (_, text) in zip(LETTERS, options, strict=False)]
-    return "\n".join((question.rstrip(), "", *lines, "", _INSTRUCTION))
+    return "\n".join((question.rstrip(), "", *lines, "", _ALL if len(gold) > 1 else _ONE))
 
 
-def gold_letter(
+def gold_letters(
     row: Mapping[str, Any], options: Sequence[tuple[str, str]], told: str | None = None
 ) -> str:
-    """The letter of the right option.
+    """The letter of the right option; of several, as in ``AC``, all are asked for.
 
     It may be given as the option's label, its place from 0, or its text.
 
@@ -129,12 +131,12 @@ def gold_letter(
     faults: list[RowError] = []
     for column in (told,) if told else LETTER_COLUMNS:
         value = row.get(column)
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if value is None or value == "" or (column == "label" and found):
+        if value in (None, "", []) or (column == "label" and found):
             continue
+        several = value if isinstance(value, list) else [value]
         try:
-            found[column] = _named(value, options, column)
+            named = {name for one in several for name in _named(one, options, column)}
+            found[column] = "".join(sorted(named))
         except RowError as error:  # a text that explains, beside the column that names
             faults.append(error)
     if faults and not found:
@@ -148,7 +150,7 @@ def gold_letter(
 
 
 def _named(value: Any, options: Sequence[tuple[str, str]], column: str) -> str:
-    """The letter of the option that a value names."""
+    """The letters of the options that a value names, mostly one."""
     text = scalar_text(value, column).strip()
     if isinstance(value, (int, float)):
         whole = not isinstance(value, Number) and float(value).is_integer()
@@ -168,8 +170,8 @@ def _named(value: Any, options: Sequence[tuple[str, str]], column: str) -> str:
             places.add(int(text[:9]))
         if len(places) > 1:
             raise RowError(f"{column} is {text!r}, which names several options, by place or text")
-    if not places and (name := letter(text)) is not None:
-        places = {LETTERS.index(name)}
+    if not places:
+        places = {LETTERS.index(name) for name in letters(text) or ""}
     if places and max(places) < len(options):
-        return LETTERS[min(places)]
+        return "".join(LETTERS[place] for place in sorted(places))
     raise RowError(f"{column} is {text!r:.80}, which names none of the {len(options)} options")

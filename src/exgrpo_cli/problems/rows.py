@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from exgrpo_cli.problems.choices import WRONG, gold_letter, gpqa_options, options_in, with_options
+from exgrpo_cli.problems.choices import WRONG, gold_letters, gpqa_options, options_in, with_options
 from exgrpo_cli.problems.formats import (
     GOLDS,
     IDS,
@@ -179,7 +179,7 @@ def _read_chat(row: Row, how: Reading, verifier: str) -> _Content:
 def _read_gpqa(row: Row, how: Reading, verifier: str) -> _Content:
     question = text_of(row.get("question"), "Question")
     options, letter = gpqa_options(question, row)
-    prompt = question_of(with_options(question, options), "Question")
+    prompt = question_of(with_options(question, options, letter), "Question")
     return _Content(prompt, [letter], {"question", "correct_answer", *WRONG}, letter=True)
 
 
@@ -188,8 +188,8 @@ def _read_columns(row: Row, how: Reading, verifier: str) -> _Content:
     asked, value = _asked(row, how)
     options = options_in(row, how.told.get("options"))
     if options and how.fmt in WITH_OPTIONS:
-        answer = gold_letter(row, options, how.told.get("answer"))
-        prompt = question_of(with_options(text_of(value, asked), options), asked)
+        answer = gold_letters(row, options, how.told.get("answer"))
+        prompt = question_of(with_options(text_of(value, asked), options, answer), asked)
         return _Content(prompt, [answer], {asked, how.column("answer")}, letter=True)
     if options and how.detected:
         raise RowError(f"it has options, unlike the first rows; tell --format mmlu or {how.fmt}")
@@ -239,8 +239,7 @@ def _golds(row: Row, how: Reading, verifier: str, said: str | None = None) -> tu
         return golds_in(_THOUSANDS.sub("", gold), f"{column} after ####", verifier), column
     if told is not None:
         value = at(row, told)
-        worked = known(told) in WORKED or (isinstance(value, str) and "\n" in value.strip())
-        if worked and value:
+        if known(told) in WORKED and value:
             return [worked_gold(text_of(value, told), told)], told
         return golds_in(value, told, verifier), told
     only = _ONLY_GOLD.get(fmt)

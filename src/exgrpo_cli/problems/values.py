@@ -22,7 +22,7 @@ _NO_VALUE = {"None", "nan", "NaN", "null", "NULL"}
 _PYTHON = re.compile(r"\s*(?:\[\s*['{]|\{\s*')")
 _NO_COMMA = re.compile(r"['\"]\s+['\"]")  # numpy writes none, and Python would join the texts
 _SENTENCES = re.compile(r"[.!?]\s+\w")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
+_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bot", "model"), "assistant")
 
 
 class NoGoldError(Exception):
@@ -200,8 +200,8 @@ def _is_none(text: str) -> bool:
 
 
 def bare(text: str) -> str:
-    r"""A gold answer out of its box; several boxes are a list, as in responses."""
-    return gold_answer(text) or text
+    r"""A gold answer out of its box, or out of the lines of a solution, as in responses."""
+    return gold_answer(text) or ("\n" in text and extract_answer(text)) or text
 
 
 def worked_gold(text: str, column: str, *, box_only: bool = False, line: bool = True) -> str:
