@@ -133,9 +133,12 @@ def number_spellings(x: str) -> Iterator[Case]:
         yield "scientific", f"{mantissa}E{power:+03d}"
         yield "scientific", f"{mantissa} * 10^({power})"
         value = Fraction(mantissa) * Fraction(10) ** power
-        yield "scientific", f"{value * 1000 / Fraction(10) ** power} \\times 10^{{{power - 3}}}" if (
-            (value * 1000 / Fraction(10) ** power).denominator == 1
-        ) else f"{mantissa}e{power}"
+        yield (
+            "scientific",
+            f"{value * 1000 / Fraction(10) ** power} \\times 10^{{{power - 3}}}"
+            if ((value * 1000 / Fraction(10) ** power).denominator == 1)
+            else f"{mantissa}e{power}",
+        )
         yield "units", f"{mantissa} \\times 10^{{{power}}} \\text{{ J}}"
         if -7 < power < 16:
             digits = len(mantissa.partition(".")[2])
@@ -197,7 +200,9 @@ def structure_spellings(x: str) -> Iterator[Case]:
             yield "tuples", f"({a};{b})" if "," not in a + b else x
         elif "infty" in x or left != "(" or close != ")":
             yield from interval(left, a, b, close)
-    if re.fullmatch(r"-?[0-9]+(?:, ?-?[0-9]+)+", x) and not re.fullmatch(r"[0-9]{1,3}(,[0-9]{3})+", x):
+    if re.fullmatch(r"-?[0-9]+(?:, ?-?[0-9]+)+", x) and not re.fullmatch(
+        r"[0-9]{1,3}(,[0-9]{3})+", x
+    ):
         parts = [part.strip() for part in x.split(",")]
         yield "sets", ", ".join(reversed(parts))
         yield "sets", f"\\{{{', '.join(parts)}\\}}"
@@ -364,7 +369,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only each n-th gold answer")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", type=int, default=3, help="examples of a kind that math gets wrong")
+    parser.add_argument(
+        "--show", type=int, default=3, help="examples of a kind that math gets wrong"
+    )
     parser.add_argument("--forms", action="store_true", help="only count the eight forms")
     options = parser.parse_args()
 
@@ -380,7 +387,9 @@ def main() -> None:
     cases = []
     for gold in golds:
         cases += [(True, kind, gold, text) for kind, text in dict.fromkeys(right(gold))]
-        cases += [(False, kind, gold, text) for kind, text in dict.fromkeys(wrong(gold, bares, draw))]
+        cases += [
+            (False, kind, gold, text) for kind, text in dict.fromkeys(wrong(gold, bares, draw))
+        ]
     judged = {}
     for verifier in ("math_verify", "math"):
         with Pool(options.workers, timeout=10) as pool:

@@ -262,5 +262,5 @@ def show(text: str) -> str:
     """How a normalised answer is understood, such as ``1/2 (Rational)``; at most 500 characters."""
     plain = number(text)
     if plain is not None:
-        return f"{text} (number)"[:500]
+        return f"{text} (number {plain.value})"[:500]
     return math_verify.show(read(text))

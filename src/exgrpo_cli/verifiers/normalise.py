@@ -213,7 +213,7 @@ _ENDS = r"(?=\s*+(?:$|[,;)\]&]|\\[\\}]|\.\s*+$))"
 _UNIT = r"\\(?:text|mathrm|mbox)\s*+\{(?:[^{}]*+)\}(?:\s*+\^\s*+(?:\{\s*+-?[0-9]\s*+\}|-?[0-9]))?"
 _UNITS = re.compile(
     rf"(?<=[0-9}})\].])\s*+(?:\\cdot\s*+|/\s*+)?(?:{_UNIT}|\\frac\{{{_UNIT}\}}\{{{_UNIT}\}})"
-    rf"(?:\s*+(?:/|\\cdot|\\times|\*)?\s*+{_UNIT})*+{_ENDS}"
+    rf"(?:\s*+(?:/|\\cdot|\\times|\*)?\s*+{_UNIT}){{0,6}}{_ENDS}"
 )
 _UNIT_WORD = (
     r"(?:(?:square|sq\.?|cubic|cu\.?)\s++[a-z]+"
@@ -231,7 +231,9 @@ _NOT_A_NOUN = (
     r"|lambda|sigma|omega|hundred"
 )
 # Three letters with a blank before them may be variables, too; these are words.
-_SHORT_NOUNS = r"(?:men|day|way|cup|cow|dog|cat|egg|pen|car|bag|hen|pig|bit|boy|toy|box|cent)s?|boxes"
+_SHORT_NOUNS = (
+    r"(?:men|day|way|cup|cow|dog|cat|egg|pen|car|bag|hen|pig|bit|boy|toy|box|cent)s?|boxes"
+)
 _NOUNS = re.compile(
     r"(-?[0-9][0-9.,]*+(?: [0-9]{3})*+(?:/[0-9]+|\s++[0-9]+/[0-9]+)?"
     r"|-?[0-9]*+\s*+\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"

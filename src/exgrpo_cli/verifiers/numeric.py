@@ -14,6 +14,9 @@ from exgrpo_cli.verifiers.sure import number as written
 TOLERANCE = 1e-6
 """Relative to the larger of the two magnitudes; zero equals only zero."""
 
+_LONGEST = 500
+"""Characters."""
+
 _ASSIGNED = re.compile(r"[^=]*?[A-Za-z][^=]*=(.*)", re.DOTALL)
 _PERCENT = re.compile(r"(.*?)\s*\\?(?:%|percent|\\text\s*\{\s*percent\s*\})", re.DOTALL)
 _SIGN = re.compile(r"^([-+])\s+")
@@ -43,14 +46,14 @@ def number(text: str) -> float | None:
 def exact(text: str) -> Fraction | None:
     """:func:`number`, as it was written."""
     text = normalise(last_boxed(text) or strip_answer(text))
+    if len(text) > _LONGEST:
+        return None
     assigned = _ASSIGNED.fullmatch(text)
     if assigned:
         text = normalise(assigned[1])
     percent = _PERCENT.fullmatch(text)
     if percent:
         text = percent[1].rstrip("\\ ")
-    if len(text) > 500:
-        return None
     if text[:1] == "{" and text[-1:] == "}":
         text = text[1:-1]
     value = _value(_SPACED.sub("", _SIGN.sub(r"\1", text.strip())))

@@ -23,7 +23,9 @@ _CLOCK = re.compile(
     r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?\s*+(?:(?:\\text\s*+\{)?\s*+([ap])\.?\s?m\.?\s*+\}?)?",
     re.IGNORECASE,
 )
-_DATE = re.compile(r"([0-9]{4}|[0-9]{2}(?=-[01][0-9]-[0-3][0-9]))([-/.])(0?[1-9]|1[0-2])\2(0?[1-9]|[12][0-9]|3[01])")
+_DATE = re.compile(
+    r"([0-9]{4}|[0-9]{2}(?=-[01][0-9]-[0-3][0-9]))([-/.])(0?[1-9]|1[0-2])\2(0?[1-9]|[12][0-9]|3[01])"
+)
 _OTHER_DATE = re.compile(r"([0-9]{1,2})([-/.])([0-9]{1,2})\2([0-9]{4})")
 _DOTS = re.compile(r"\\[lc]?dots[bcimo]?(?![A-Za-z])|\.{3,}")
 _COMMAND_TEXT = re.compile(r"\\text\s*+\{([^{}]*+)\}")
@@ -129,13 +131,11 @@ def _words(text: str) -> str | None:
 
 
 def _is_word(text: str) -> bool:
-    """Whether bare letters are a word, and no product of variables."""
+    """Whether letters are a word, and no product of variables."""
     if "\\text" in text or " " in text:
         return True
-    letters = text.lower()
-    in_order = "".join(sorted(letters)) == letters  # abc, xyz
     one_case = text.islower() or text.isupper() or text.istitle()
-    return one_case and not in_order and any(vowel in letters for vowel in "aeiou")
+    return one_case and any(vowel in text.lower() for vowel in "aeiou")
 
 
 def _by_words(gold: str, found: str) -> bool | None:
@@ -148,6 +148,9 @@ def _by_words(gold: str, found: str) -> bool | None:
         return True
     # Of other letters it is another product, too: math-verify says so.
     if sorted(one) != sorted(other) or len(one) < 3:
+        return None
+    bare = "\\text" not in gold + found
+    if bare and "".join(sorted(one)) in (one, other):  # abc, cba
         return None
     return False if _is_word(gold) or _is_word(found) else None
 
@@ -317,4 +320,3 @@ def _by_relation(gold: str, found: str, same: Same) -> bool | None:
         others, gold_kinds = _chain(gold)
         return gold_kinds == kinds and not others[0] and same(others[-1], sides[-1])
     return None
-
