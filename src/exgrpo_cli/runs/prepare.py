@@ -10,7 +10,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.engines import engine_count
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
-from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
+from exgrpo_cli.recipe import ProblemSettings, Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import RunDir
 
 SAMPLED_BY = (
@@ -109,8 +109,8 @@ def import_into(
         log: gets what was dropped.
         name: the set's name, where rows have none.
         dedupe: whether a question that stands several times enters once.
-        held_out: whether it is for evaluation: ``problems.format`` and ``problems.limit`` are of
-            the training set, and do not count.
+        held_out: whether it is for evaluation: of ``problems`` only the verifier counts, the rest
+            is of the training set.
 
     Returns:
         The importer's report, with ``too_long`` and ``problems`` (how many were kept).
@@ -124,12 +124,22 @@ def import_into(
     if out is not None:
         _check_target(out, source)
     settings = recipe.problems
-    fmt, limit = ("auto", None) if held_out else (settings.format, settings.limit)
-    imported = import_problems(source, fmt, settings.verifier, name, limit, dedupe, log)
+    training = settings if not held_out else ProblemSettings(verifier=settings.verifier)
+    imported = import_problems(
+        source,
+        training.format,
+        training.verifier,
+        name,
+        training.limit,
+        dedupe,
+        log,
+        columns={str(name): column for name, column in training.columns.items()},
+        skip_bad=training.skip_bad,
+    )
     problems, report = imported.frame, dict(imported.report)
     if policy is not None:
         from exgrpo_cli.models import load_tokenizer
-        from exgrpo_cli.prompts import render_prompt
+        from exgrpo_cli.problems.prompts import render_prompt
 
         tokenizer = load_tokenizer(policy, recipe.model)
         limit = recipe.rollout.max_prompt_tokens
