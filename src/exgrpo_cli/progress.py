@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ def quiet(_: str) -> None:
 
 
 def to_stderr(line: str) -> None:
-    """The command line's log."""
-    print(line, file=sys.stderr, flush=True)
+    """The command line's log. A terminal that is gone, or a full disk behind it, ends no run."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from exgrpo_cli.recipe.load import (
     read_toml,
     set_key,
     to_toml,
+    with_absolute_paths,
 )
 from exgrpo_cli.recipe.settings import (
     CurateSettings,
@@ -38,4 +39,5 @@ __all__ = [
     "read_toml",
     "set_key",
     "to_toml",
+    "with_absolute_paths",
 ]

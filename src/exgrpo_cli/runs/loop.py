@@ -40,7 +40,7 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
     """
     started = time.monotonic()
     check_devices(recipe)
-    prepare(place, recipe, log)
+    recipe = prepare(place, recipe, log)
     track = open_tracker(
         recipe.loop.track,
         place.root.name,

@@ -10,7 +10,14 @@ from exgrpo_cli import tables
 from exgrpo_cli.engines import engine_count
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
-from exgrpo_cli.recipe import ProblemSettings, Recipe, differences, load_recipe, to_toml
+from exgrpo_cli.recipe import (
+    ProblemSettings,
+    Recipe,
+    differences,
+    load_recipe,
+    to_toml,
+    with_absolute_paths,
+)
 from exgrpo_cli.rundir import RunDir
 
 SAMPLED_BY = (
@@ -20,28 +27,40 @@ SAMPLED_BY = (
 """Settings that a step's rollouts have in common, and that what is made from them counts on."""
 
 
-def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
+def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     """Put the recipe and the problems into the run directory, where they are not there yet.
 
-    A changed recipe replaces ``recipe.toml``, and the keys that changed are said.
+    A changed recipe replaces ``recipe.toml``, and the keys that changed are said. Its paths are
+    made absolute.
+
+    Returns:
+        The recipe as it lies in the run.
 
     Raises:
         InputError: no problems given, or none that fit; settings that cannot train, or that this
-            run was begun without.
+            run was begun without; problem sets of evaluations that are not there.
     """
     from exgrpo_cli.engines.limits import positions
     from exgrpo_cli.models import check_policy
 
     if run.root.exists() and not run.root.is_dir():
         raise InputError(f"{run.root}: is a file; a run is a directory")
+    if not recipe.model.path:
+        raise InputError("no model given: set model.path in the recipe, or give --model")
     check_policy(recipe.model.path)
+    recipe = with_absolute_paths(recipe)
+    for name, source in recipe.evaluate.problems.items():
+        if recipe.evaluate.every and not Path(source).exists():
+            raise InputError(f"evaluate.problems.{name} = {source!r}: no such file or folder")
     if recipe.curate.replay_ratio > 0 and recipe.rollout.samples - 1 <= recipe.curate.lower:
         raise InputError(
             f"rollout.samples = {recipe.rollout.samples} and curate.lower ="
             f" {recipe.curate.lower}: no success would ever be stored; raise samples, or set"
             " curate.replay_ratio = 0"
         )
-    changed = differences(load_recipe(run.recipe), recipe) if run.recipe.exists() else {}
+    changed = {}
+    if run.recipe.exists():
+        changed = differences(with_absolute_paths(load_recipe(run.recipe)), recipe)
     latest = max(run.steps("policy"), default=0)
     sampled = any(run.rollouts(latest).glob("*part-*"))  # also what a killed task has left
     for key, (old, new) in changed.items():
@@ -75,6 +94,7 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))
+    return recipe
 
 
 def check_devices(recipe: Recipe) -> None:
