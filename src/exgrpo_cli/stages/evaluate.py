@@ -252,7 +252,7 @@ def _sample(
                 rows[index] = completion_row(
                     step, asked[index], requests[index], completion, tokenizer, prefix="e"
                 )
-                advance(1)
+                advance(1, len(completion.token_ids))
     finally:
         if engine is None:
             loaded.close()
