@@ -33,6 +33,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.stages import curate as stage
+from exgrpo_cli.step import Step
 
 SAMPLES = 8
 QUESTIONS_PER_PART = 16
@@ -176,7 +177,7 @@ def sample_plan(con: duckdb.DuckDBPyConnection, run: RunDir, step: int) -> None:
 def child(root: Path, step: int, rebuild: bool) -> None:
     """Curate a step and print how long it took and the most memory that the process had."""
     started = time.perf_counter()
-    metrics = stage.curate(RunDir(root), step, RECIPE, rebuild=rebuild)
+    metrics = dict(stage.curate(Step.of(root, step), RECIPE, rebuild=rebuild).metrics)
     seconds = time.perf_counter() - started
     usage = resource.getrusage(resource.RUSAGE_SELF)
     peak_mb = usage.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)

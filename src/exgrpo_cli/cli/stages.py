@@ -40,7 +40,8 @@ from exgrpo_cli.cli.options import (
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.machine import is_first_process
 from exgrpo_cli.progress import to_stderr
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import step_name
+from exgrpo_cli.step import Step
 
 
 @app.command(rich_help_panel="Stages")
@@ -271,12 +272,9 @@ def curate(
 
         step = step or 0
         adopt(
-            RunDir(run),
-            step,
-            rollouts=rollouts,
-            verdicts=verdicts,
-            scores=scores,
-            problems=problems,
+            Step.of(
+                run, step, rollouts=rollouts, verdicts=verdicts, scores=scores, problems=problems
+            )
         )
     elif (rollouts, verdicts, scores, problems) != (None, None, None, None):
         raise InputError("loose files: give --rollouts and --verdicts together")
@@ -285,8 +283,10 @@ def curate(
         return
     step = due_step(place, step, "rollouts", None, f"run: exgrpo rollout {run}")
     with place.locked():
-        result = stage(place, step, settings, rebuild=rebuild, force=force, log=to_stderr)
-    print_result({"step": step, **result}, as_json)
+        result = stage(Step.of(place, step), settings, rebuild=rebuild, force=force, log=to_stderr)
+    for note in result.notes:
+        to_stderr(note)
+    print_result({"step": step, **result.as_dict()}, as_json)
 
 
 @app.command(rich_help_panel="Stages")

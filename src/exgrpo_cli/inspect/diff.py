@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, differences
 from exgrpo_cli.rundir import RunDir
 
@@ -21,9 +22,7 @@ BUCKETS = ("easy", "medium", "hard")
 SIDES = ("recorded", "other")
 
 
-def diff(
-    run: RunDir, recorded: Recipe, other: Recipe, log: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+def diff(run: RunDir, recorded: Recipe, other: Recipe, log: Log = quiet) -> dict[str, Any]:
     """How two recipes differ in what they plan and replay, step by step over one log.
 
     Both recipes' experience is derived in memory from the recorded rollouts, verdicts and scores;

@@ -16,6 +16,7 @@ from exgrpo_cli.runs.prepare import check_devices, prepare
 from exgrpo_cli.runs.processes import score_in_processes, train_in_processes, train_step
 from exgrpo_cli.runs.tracking import open_tracker
 from exgrpo_cli.stages.verify import open_pool, refuse_errors
+from exgrpo_cli.step import Step
 
 if TYPE_CHECKING:
     from exgrpo_cli.verifiers.pool import Pool
@@ -175,11 +176,13 @@ def _iterate(
             ),
         )
 
-    def say(line: str) -> None:
-        if not line.startswith((f"step {step}", "planned step")):  # said below, with the training
-            log(line)
+    def curated() -> dict[str, Any]:
+        result = curate(Step.of(run, step), recipe)
+        for note in result.notes:
+            log(note)
+        return {"skipped": result.skipped, **result.metrics}
 
-    chosen = timed("curate", lambda: curate(run, step, recipe, log=say))
+    chosen = timed("curate", curated)
     said: list[str] = []
     several = recipe.train.processes > 1
     trained = timed(
