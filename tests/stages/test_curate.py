@@ -27,7 +27,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.buckets import bucket_probabilities, draw_counts
 from exgrpo_cli.experience.choose import choose, fetch_trajectories, replay_candidates
 from exgrpo_cli.experience.curation import Curation
-from exgrpo_cli.experience.database import connect, fill, fill_problem_ids, sql_text
+from exgrpo_cli.experience.database import connect, fill, sql_text
 from exgrpo_cli.experience.history import read_plan
 from exgrpo_cli.experience.plan import draw_plan, first_plan
 from exgrpo_cli.experience.pool import Experience, replay_on
@@ -611,12 +611,11 @@ def test_selection_under_the_current_policy(run: RunDir) -> None:
 
 @contextmanager
 def loaded(run: RunDir, recipe: Recipe) -> Iterator[Experience]:
-    """The experience as the run's tables hold it, and the ids of its problems."""
+    """The experience as the run's tables hold it."""
     found = Curation.read(run)
     with Experience.open(run, recipe) as experience:
         assert found is not None
         assert experience.load(found)
-        fill_problem_ids(experience.con, run.problems)
         yield experience
 
 

@@ -47,8 +47,8 @@ class Curation:
     """The first step with replay, where it has come to that."""
     settings: Mapping[str, Any]
     """See :func:`all_settings`."""
-    log: Mapping[str, str]
-    """Digests of the history's steps."""
+    digests: Mapping[str, str]
+    """Of the history's steps, as they were taken in (in the file: ``log``)."""
 
     @classmethod
     def read(cls, run: RunDir) -> Curation | None:
@@ -57,16 +57,22 @@ class Curation:
             return None
         try:
             found = json.loads(run.curation.read_text(encoding="utf-8"))
-            if found.pop("version") != _VERSION:
+            if found["version"] != _VERSION:
                 return None
-            return cls(**found)
-        except (ValueError, OSError, LookupError, AttributeError, TypeError):
+            return cls(found["last_step"], found["replay_from"], found["settings"], found["log"])
+        except (ValueError, OSError, LookupError, TypeError):
             return None
 
     def write(self, run: RunDir) -> None:
         """Written last of all, and gone while the tables change (:meth:`remove`)."""
-        log = {step: digest for step, digest in self.log.items() if int(step) <= self.last_step}
-        tables.write_json(run.curation, {**vars(self), "version": _VERSION, "log": log})
+        values = {
+            "version": _VERSION,
+            "last_step": self.last_step,
+            "replay_from": self.replay_from,
+            "settings": self.settings,
+            "log": _before(self.digests, self.last_step),
+        }
+        tables.write_json(run.curation, values)
 
     @staticmethod
     def remove(run: RunDir) -> None:
@@ -80,12 +86,8 @@ class Curation:
 
         A setting that was not known then was null.
         """
-
-        def before(log: Mapping[str, str]) -> dict[str, str]:
-            return {step: digest for step, digest in log.items() if int(step) <= upto}
-
         same = all(self.settings.get(key) == value for key, value in settings.items())
-        return same and before(self.log) == before(digests)
+        return same and _before(self.digests, upto) == _before(digests, upto)
 
     def covers(self, files: StepFiles, recipe: Recipe, digests: Mapping[str, str]) -> bool:
         """Whether the step is curated, under these settings and from this history."""
@@ -102,6 +104,10 @@ class Curation:
         # Scores of the candidates that came only after the choice was made may change it.
         chosen_at = curated.stat().st_mtime_ns
         return all(path.stat().st_mtime_ns <= chosen_at for path in files.replay_scores)
+
+
+def _before(digests: Mapping[str, str], upto: int) -> dict[str, str]:
+    return {step: digest for step, digest in digests.items() if int(step) <= upto}
 
 
 def recorded_metrics(run: RunDir, step: int) -> dict[str, Any] | None:

@@ -1,5 +1,4 @@
-"""The experience of a run in DuckDB: from its history to the tables ``experience`` and
-``questions``."""
+"""The experience of a run, in DuckDB: the tables that follow from its history."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from exgrpo_cli.experience.curation import (
     recorded_metrics,
     table_settings,
 )
-from exgrpo_cli.experience.database import connect, run_sql, spill_of
+from exgrpo_cli.experience.database import connect, fill_problem_ids, run_sql, spill_of
 from exgrpo_cli.experience.history import StepFiles, read_step
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir, step_name
@@ -48,14 +47,18 @@ class Experience:
     @classmethod
     @contextmanager
     def open(cls, run: RunDir, recipe: Recipe, spill: Path | None = None) -> Iterator[Experience]:
-        """An empty one.
+        """An empty one, with the ids of the run's problems in the working table ``problems``.
 
         Args:
             run: whose history it is derived from.
             recipe: its rules.
             spill: folder for what does not fit into memory; default a hidden one in the run.
+
+        Raises:
+            InputError: the run has no problems.
         """
         with connect(spill or spill_of(run.root)) as con:
+            fill_problem_ids(con, run.problems)
             yield cls(con, run, recipe)
 
     def sql(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
@@ -157,9 +160,10 @@ def replay_on(run: RunDir, step: int) -> bool:
     Raises:
         InputError: the step was not curated.
     """
-    metrics, found = recorded_metrics(run, step), Curation.read(run)
+    metrics = recorded_metrics(run, step)
     if metrics is not None:
         return bool(metrics.get("replay/started"))
+    found = Curation.read(run)
     if found is None or found.last_step < step:
         raise InputError(
             f"{run.root / 'metrics' / step_name(step) / 'curate.json'}: step {step} was not curated"

@@ -10,7 +10,7 @@ from typing import Any
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.choose import choose
-from exgrpo_cli.experience.database import fill, fill_problem_ids
+from exgrpo_cli.experience.database import fill
 from exgrpo_cli.experience.history import StepFiles
 from exgrpo_cli.experience.plan import draw_plan
 from exgrpo_cli.experience.pool import Experience
@@ -63,7 +63,6 @@ def choices(run: RunDir, recipe: Recipe, log: Log = quiet) -> Iterator[Choice]:
         tempfile.TemporaryDirectory(prefix="exgrpo-") as spill,
         Experience.open(run, recipe, Path(spill)) as experience,
     ):
-        fill_problem_ids(experience.con, run.problems)
         for step in steps:
             try:
                 files = StepFiles.of(run, step)

@@ -10,7 +10,6 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.choose import choose, write_curated
 from exgrpo_cli.experience.curation import Curation, recorded_metrics
-from exgrpo_cli.experience.database import fill_problem_ids
 from exgrpo_cli.experience.history import StepFiles, history_digests, read_plan
 from exgrpo_cli.experience.plan import all_retired, check_plan, draw_plan, require_plan
 from exgrpo_cli.experience.pool import Experience
@@ -66,7 +65,6 @@ def curate(
 
     files.check()
     with Experience.open(run, recipe) as experience:
-        fill_problem_ids(experience.con, run.problems)
         check_plan(experience, plan)
         earlier = sum(other < t for other in run.steps("rollouts"))
         goes_on = experience.catch_up(t - 1, None if rebuild else found, digests)
