@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_RUN := runs/demo-$(ENGINE)
 
-.PHONY: help setup setup-vllm demo test lint format types check clean
+.PHONY: help setup setup-vllm demo test lint format types docs check clean
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -55,6 +55,9 @@ lint: $(VENV)/.installed ## ruff: lint and format, checked
 
 types: $(VENV)/.installed ## mypy --strict
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed ## write docs/settings.md from the recipe's types
+	$(BIN)/python -m exgrpo_cli.recipe.reference > docs/settings.md
 
 format: $(VENV)/.installed ## let ruff rewrite
 	$(BIN)/ruff check --fix .

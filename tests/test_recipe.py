@@ -26,6 +26,14 @@ def test_defaults_are_the_papers() -> None:
     assert recipe.length_divisor == 8192
 
 
+def test_defaults_that_are_not_the_papers() -> None:
+    recipe = r.Recipe()
+    train = recipe.train
+    assert (train.max_grad_norm, train.skip_grad_norm) == (1.0, None)
+    assert (train.betas, train.adam_eps, train.weight_decay) == ((0.9, 0.999), 1e-8, 0.0)
+    assert recipe.objective.entropy_bonus == 0.001
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_shipped_recipes_are_valid_and_round_trip(path: Path) -> None:
     recipe = r.load_recipe(path)
@@ -73,6 +81,10 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
         ("rollout.samples=0", "rollout.samples = 0"),
         ("rollout.samples=many", "rollout.samples = 'many'"),
         ("curate.weights=gauss", "curate.weights = 'gauss'"),
+        ("train.adam_eps=0", "train.adam_eps = 0"),
+        ("train.adam_eps=-1e-8", "train.adam_eps = -1e-08"),
+        ("train.adam_eps=nan", "train.adam_eps = nan"),
+        ("train.adam_epsilon=1e-12", "did you mean train.adam_eps?"),
         ("curate.upper=0", "curate.upper must be above curate.lower"),
         ("train={schedule='linear', min_learning_rate=1}", "is above train.learning_rate"),
         ("model.plain_template=Q: {question}", "model.plain_template = 'Q: {question}'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,32 @@ def test_qwen_recipes_have_the_published_system_message(name: str) -> None:
         pytest.skip(f"{BENCHMARKS} is not there")
     first = pl.read_parquet(BENCHMARKS, n_rows=1)["prompt"][0].to_list()
     assert system == next(m["content"] for m in first if m["role"] == "system")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if path.stem != "demo"], ids=lambda path: path.stem
+)
+def test_the_papers_recipes_are_on_the_scale_of_the_published_loss(path: Path) -> None:
+    recipe = load_recipe(path)
+    gpus, micro_batch_tokens, length = 8, 32768, 8192  # of the published run
+    rows = recipe.train.minibatch_questions * recipe.rollout.samples
+    scale = rows / gpus  # of a sum over rows, averaged over GPUs, to the mean over rows
+    assert (rows, scale, recipe.length_divisor) == (512, 64, length)
+    assert recipe.train.max_grad_norm == 1 / scale == 0.015625
+    assert recipe.train.skip_grad_norm == 500 / scale == 7.8125
+    assert recipe.train.adam_eps == 1e-8 / scale == 1.5625e-10
+    assert recipe.train.weight_decay == 0.01
+    fewest, most = (math.ceil(rows / gpus * mean / micro_batch_tokens) for mean in (1025, 3072))
+    assert (fewest, most) == (3, 6)
+    bonus = [0.001 * count / scale for count in (fewest, (fewest + most) / 2, most)]
+    assert bonus == pytest.approx([4.7e-5, recipe.objective.entropy_bonus, 9.4e-5], rel=0.01)
+
+
+def test_the_demo_has_the_scale_of_the_defaults() -> None:
+    demo, default = load_recipe(ROOT / "recipes/demo.toml"), Recipe()
+    assert demo.objective.entropy_bonus == default.objective.entropy_bonus
+    for name in ("max_grad_norm", "skip_grad_norm", "adam_eps", "weight_decay"):
+        assert getattr(demo.train, name) == getattr(default.train, name)
 
 
 def test_the_llama_recipes_replace_it() -> None:

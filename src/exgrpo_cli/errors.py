@@ -1,4 +1,4 @@
-"""The two ways a command ends badly; ``cli.main`` turns them into exit codes."""
+"""The two ways a command ends badly; the command line turns them into exit codes."""
 
 
 class InputError(Exception):
@@ -10,3 +10,9 @@ class InputError(Exception):
 
 class StageError(Exception):
     """The input was fine but the stage failed (exit code 1); the message is one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line; its kind where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

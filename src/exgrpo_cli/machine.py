@@ -54,14 +54,25 @@ def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]
     ]
 
 
+def cores() -> list[int]:
+    """The cores that this process may run on, by number."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def core_share(count: int) -> int:
+    """How many cores each of ``count`` processes gets; at least one."""
+    return max(len(cores()) // count, 1)
+
+
 def _core_shares(count: int) -> list[dict[str, str]]:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    each = max((len(cores) or os.cpu_count() or 1) // count, 1)
+    each = core_share(count)
     shares = []
     for number in range(count):
         share = {"OMP_NUM_THREADS": str(each)}
-        if len(cores) >= count:  # vLLM's threads would all take the first cores
-            own = cores[number * each : (number + 1) * each]
+        if len(cores()) >= count:  # vLLM's threads would all take the first cores
+            own = cores()[number * each : (number + 1) * each]
             share["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, own))
         shares.append({name: os.environ.get(name, value) for name, value in share.items()})
     return shares

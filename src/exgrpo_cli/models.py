@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.recipe import ModelSettings, Recipe
 
 if TYPE_CHECKING:
@@ -82,16 +82,6 @@ def check_tokenizer(path: str) -> str:
     return source
 
 
-def positions(path: str) -> int | None:
-    """The most tokens that a local policy's config allows for; None where it does not say."""
-    base = Path(adapter_base(path) if is_adapter(path) else path)
-    if not (base / "config.json").is_file():
-        return None
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    found = config.get("max_position_embeddings")
-    return found if isinstance(found, int) else None
-
-
 def resolve_device(name: str) -> torch.device:
     """``auto`` to cuda, else mps, else cpu; other names as torch knows them.
 
@@ -108,7 +98,7 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"device {name!r} cannot be used here: {reason}") from error
     return device
 
@@ -167,7 +157,9 @@ def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBas
             source, trust_remote_code=settings.trust_remote_code
         )
     except Exception as error:
-        raise InputError(f"{source}: the tokenizer cannot be opened: {_reason(error)}") from error
+        raise InputError(
+            f"{source}: the tokenizer cannot be opened: {first_line(error)}"
+        ) from error
     return tokenizer
 
 
@@ -209,10 +201,5 @@ def load_model(
 
             model = PeftModel.from_pretrained(model, path)
     except Exception as error:
-        raise InputError(f"{path}: the policy cannot be opened: {_reason(error)}") from error
+        raise InputError(f"{path}: the policy cannot be opened: {first_line(error)}") from error
     return model.to(device).eval()
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

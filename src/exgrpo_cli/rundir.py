@@ -6,9 +6,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,12 @@ LOCK_VARIABLE = "EXGRPO_LOCKED_RUN"
 
 @dataclass(frozen=True)
 class RunDir:
-    """The layout of a run directory. Only names: nothing is created or checked here.
-
-    Any table can be given elsewhere instead: ``RunDir(root, {"rollouts": Path("loose/")})``.
-    """
+    """The layout of a run directory. Only names: nothing is created or checked here."""
 
     root: Path
-    given: Mapping[str, Path] = field(default_factory=dict)
 
-    def _place(self, kind: str, default: Path) -> Path:
-        return self.given.get(kind, default)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root))  # a string will do
 
     @property
     def recipe(self) -> Path:
@@ -45,15 +41,15 @@ class RunDir:
 
     @property
     def problems(self) -> Path:
-        return self._place("problems", self.root / "problems.parquet")
+        return self.root / "problems.parquet"
 
     @property
     def experience(self) -> Path:
-        return self._place("experience", self.root / "experience.parquet")
+        return self.root / "experience.parquet"
 
     @property
     def questions(self) -> Path:
-        return self._place("questions", self.root / "questions.parquet")
+        return self.root / "questions.parquet"
 
     @property
     def curation(self) -> Path:
@@ -69,29 +65,33 @@ class RunDir:
         return self.root / "report.html"
 
     def plan(self, step: int) -> Path:
-        return self._place("plan", self.root / "plan" / f"{step_name(step)}.parquet")
+        return self.root / "plan" / f"{step_name(step)}.parquet"
 
     def rollouts(self, step: int) -> Path:
-        return self._place("rollouts", self.root / "rollouts" / step_name(step))
+        return self.root / "rollouts" / step_name(step)
 
     def verdicts(self, step: int) -> Path:
-        return self._place("verdicts", self.root / "verdicts" / step_name(step))
+        return self.root / "verdicts" / step_name(step)
 
     def scores(self, step: int) -> Path:
         """Parts ``part-*`` score the step's rollouts, ``replay-*`` the replay candidates."""
-        return self._place("scores", self.root / "scores" / step_name(step))
+        return self.root / "scores" / step_name(step)
 
     def curated(self, step: int) -> Path:
-        return self._place("curated", self.root / "curated" / f"{step_name(step)}.parquet")
+        return self.root / "curated" / f"{step_name(step)}.parquet"
 
     def policy(self, step: int) -> Path:
-        return self._place("policy", self.root / "policy" / step_name(step))
+        return self.root / "policy" / step_name(step)
 
     def trainer(self, step: int) -> Path:
-        return self._place("trainer", self.root / "trainer" / step_name(step))
+        return self.root / "trainer" / step_name(step)
 
     def evaluation(self, step: int, name: str) -> Path:
         return self.root / "evaluations" / step_name(step) / name
+
+    def stage_metrics(self, step: int, stage: str) -> Path:
+        """What a stage left of its numbers for a step (JSON); metrics.jsonl has them merged."""
+        return self.root / "metrics" / step_name(step) / f"{stage}.json"
 
     def steps(self, kind: str) -> list[int]:
         """The steps that have something under ``kind`` (``rollouts``, ``plan``, ...), sorted."""
@@ -137,7 +137,7 @@ class RunDir:
             metrics: slash-grouped names (``reward/mean``) to numbers; what is not finite is null.
         """
         finite = {name: finite_or_none(value) for name, value in metrics.items()}
-        write_json(self.root / "metrics" / step_name(step) / f"{stage}.json", finite)
+        write_json(self.stage_metrics(step, stage), finite)
         # Lines of earlier steps stand; this step's, the one before (a kill may have come between
         # its two files) and any that are missing are made anew from the stages' files.
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ _OPTIONS = {
     "rollouts": "--rollouts",
     "verdicts": "--verdicts",
     "scores": "--scores",
+    "evaluation": "--out",
     "next_policy": "--out",
 }
 
@@ -59,6 +60,10 @@ class Step:
         paths = {kind: Path(path) for kind, path in given.items() if path is not None}
         return cls(number, place, policy, paths)
 
+    def at(self, **given: Path) -> Step:
+        """The same step with other paths."""
+        return replace(self, given={**self.given, **given})
+
     @property
     def name(self) -> str:
         """``step-00007``: how the run calls the step, and the policy that samples it."""
@@ -75,7 +80,7 @@ class Step:
         if kind in ("next_policy", "next_trainer"):
             place = getattr(self.run, kind.removeprefix("next_"))
             return Path(place(self.number + 1))
-        if kind == "trainer" and self.number == 0:
+        if kind == "evaluation" or (kind == "trainer" and self.number == 0):
             return None
         return Path(getattr(self.run, kind)(self.number))
 
@@ -105,6 +110,11 @@ class Step:
     def scores(self) -> Path:
         """Folder of the ``scores`` parts: ``part-*`` of rollouts, ``replay-*`` of candidates."""
         return self._need("scores")
+
+    @property
+    def evaluation(self) -> Path:
+        """The folder of an evaluation; a run has several, so it is always given."""
+        return self._need("evaluation")
 
     @property
     def next_policy(self) -> Path:
@@ -163,4 +173,6 @@ class Result:
         found = {"done": self.done, "skipped": self.skipped, **self.metrics}
         if self.finished:
             found["finished"] = True
+        if self.compute_seconds is not None:
+            found["compute_seconds"] = self.compute_seconds
         return found

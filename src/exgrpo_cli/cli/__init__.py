@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
 import os
 import sys
@@ -10,6 +11,9 @@ from typing import NoReturn
 
 from exgrpo_cli.cli.app import app, drop_stdout, reader_is_gone
 from exgrpo_cli.machine import processes
+
+for _commands in ("stages", "runs", "inspect"):  # in the order of the help
+    importlib.import_module(f"exgrpo_cli.cli.{_commands}")
 
 
 def main(argv: list[str] | None = None) -> None:

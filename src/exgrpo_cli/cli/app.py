@@ -12,14 +12,14 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.cli.options import with_shared
+from exgrpo_cli.errors import InputError, StageError, first_line
 from exgrpo_cli.machine import is_first_of_machine
 from exgrpo_cli.progress import to_stderr
 
 app = typer.Typer(
     name="exgrpo",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -65,11 +65,20 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             if debug:
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             to_stderr(f"exgrpo: {type(error).__name__}: {reason} (--debug shows the traceback)")
             raise SystemExit(1) from None
 
     return guarded
+
+
+def command(panel: str, name: str | None = None) -> Callable[[Callable[..., None]], None]:
+    """Add a function to the commands; a parameter ``shared`` stands for the shared options."""
+
+    def add(function: Callable[..., None]) -> None:
+        app.command(name, rich_help_panel=panel)(guarded(with_shared(function)))
+
+    return add
 
 
 def _say(line: str) -> None:

@@ -7,23 +7,25 @@ from typing import Annotated
 
 import typer
 
-from exgrpo_cli.cli.app import app, guarded
+from exgrpo_cli.cli.app import command
 from exgrpo_cli.cli.options import (
     ForceOption,
     JsonOption,
-    RecipeOption,
+    OwnRun,
     SetOption,
+    Shared,
     open_run,
     print_result,
-    resolve_settings,
 )
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import to_stderr
 
+PANEL = "Data and inspection"
 
-@app.command(rich_help_panel="Data and inspection")
-@guarded
+
+@command(PANEL)
 def problems(
+    shared: Shared,
     source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV or Parquet.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="Problems table to write; without it, only check.")
@@ -52,19 +54,14 @@ def problems(
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="Keep rows that ask the same question.")
     ] = False,
-    recipe: RecipeOption = None,
-    sets: SetOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Bring your own problems into the problems table, and check them.
 
     Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR, plain
     prompt/answer, chat messages.
     """
-    settings = resolve_settings(
+    settings = shared.settings(
         None,
-        recipe,
-        sets,
         problems__format=format_,
         problems__verifier=verifier,
         problems__limit=limit,
@@ -74,11 +71,10 @@ def problems(
     report = import_into(
         out, source, settings, policy, to_stderr, name=name, dedupe=not keep_duplicates
     )
-    print_result(report, as_json)
+    print_result(report, shared.as_json)
 
 
-@app.command(rich_help_panel="Data and inspection")
-@guarded
+@command(PANEL)
 def show(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Run directory, table or folder.")],
     as_json: JsonOption = False,
@@ -94,10 +90,9 @@ def show(
     screens.show(path, Console())
 
 
-@app.command(rich_help_panel="Data and inspection")
-@guarded
+@command(PANEL)
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="This step; default the one at work.")
     ] = None,
@@ -121,10 +116,9 @@ def status(
         print(format_status(found, tasks))
 
 
-@app.command(rich_help_panel="Data and inspection")
-@guarded
+@command(PANEL)
 def diff(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     recipe: Annotated[
         Path | None,
         typer.Argument(metavar="RECIPE", help="The other recipe; default RUN/recipe.toml."),
@@ -145,8 +139,8 @@ def diff(
     place = open_run(run)
     if not place.recipe.exists():
         raise InputError(f"{place.recipe}: no such file; the run's own recipe is compared with")
-    recorded = resolve_settings(run, None, None)
-    other = resolve_settings(run, recipe, sets)
+    recorded = Shared().settings(run)
+    other = Shared(recipe, sets).settings(run)
     from exgrpo_cli.inspect import diff as stage
 
     result = stage.diff(place, recorded, other, to_stderr)
@@ -156,10 +150,9 @@ def diff(
     print(stage.format_diff(result))
 
 
-@app.command(rich_help_panel="Data and inspection")
-@guarded
+@command(PANEL)
 def sql(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     command: Annotated[
         str | None,
         typer.Option("--command", "-c", help="The query; default from stdin.", metavar="QUERY"),
@@ -180,10 +173,9 @@ def sql(
     ask(run, command, "csv" if as_csv else "json" if as_json else "table")
 
 
-@app.command(rich_help_panel="Data and inspection")
-@guarded
+@command(PANEL)
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run: OwnRun,
     as_json: JsonOption = False,
 ) -> None:
     """Write RUN/report.html: curves, buckets, evaluations and example rollouts."""
@@ -197,8 +189,7 @@ def report(
     print_result({"report": str(write_report(place))}, as_json)
 
 
-@app.command("demo-model", rich_help_panel="Demo")
-@guarded
+@command("Demo", "demo-model")
 def demo_model(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights and data.")] = 0,
@@ -211,8 +202,7 @@ def demo_model(
     print_result(make_demo_model(out, seed=seed, force=force, log=to_stderr), as_json)
 
 
-@app.command("demo-problems", rich_help_panel="Demo")
-@guarded
+@command("Demo", "demo-problems")
 def demo_problems(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the three JSONL files.")],
     as_json: JsonOption = False,

@@ -2,229 +2,312 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from exgrpo_cli.cli.completion import complete_key, complete_recipe, complete_run
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.machine import is_first_process
 from exgrpo_cli.progress import to_stderr
-from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
-from exgrpo_cli.rundir import RunDir, infer_step
+
+if TYPE_CHECKING:  # settings take half a second to import
+    from exgrpo_cli.recipe import Recipe
+    from exgrpo_cli.rundir import RunDir
+    from exgrpo_cli.step import Result, Step
 
 RunArgument = Annotated[
-    Path | None, typer.Argument(metavar="RUN", help="Run directory; or give each path by option.")
-]
-
-
-RecipeOption = Annotated[
     Path | None,
-    typer.Option("--recipe", "-r", help="Recipe (TOML); default RUN/recipe.toml.", metavar="FILE"),
-]
-
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", "-s", help="Override a recipe key; may be repeated.", metavar="KEY=VALUE"
+    typer.Argument(
+        metavar="RUN",
+        help="Run directory; or give each path by option.",
+        autocompletion=complete_run,
     ),
 ]
-
-
+NewRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Run directory, made if needed.", autocompletion=complete_run
+    ),
+]
+OwnRun = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_run)
+]
 StepOption = Annotated[
     int | None, typer.Option("--step", min=0, help="The step; default the latest that is due.")
 ]
-
-
 ShardOption = Annotated[
     str | None,
     typer.Option(
         "--shard", help="Do part of the work; default from SLURM_ARRAY_TASK_ID.", metavar="I/N"
     ),
 ]
-
-
 ForceOption = Annotated[bool, typer.Option("--force", help="Make again what is there.")]
-
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")]
-
-
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the resolved settings (TOML, or --json); stop.")
-]
-
-
 PolicyOption = Annotated[
     str | None,
     typer.Option("--policy", help="Model folder or adapter; default RUN's policy of the step."),
 ]
-
-
 ProblemsOption = Annotated[
     Path | None, typer.Option("--problems", help="Problems table; default RUN/problems.parquet.")
 ]
-
-
 RolloutsOption = Annotated[
     Path | None, typer.Option("--rollouts", help="Rollouts: a folder of parts, or a file.")
 ]
-
-
 VerdictsOption = Annotated[
     Path | None, typer.Option("--verdicts", help="Verdicts: a folder of parts, or a file.")
 ]
-
-
 ScoresOption = Annotated[
     Path | None, typer.Option("--scores", help="Scores: a folder of parts, or a file.")
 ]
-
-
 EngineOption = Annotated[
     str | None,
     typer.Option("--engine", help="auto, vllm, transformers or server.", metavar="ENGINE"),
 ]
-
-
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="A running vllm serve, for --engine server.")
 ]
-
-
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="Initial policy: a folder or a hub name.")
 ]
-
-
 TrainingProblemsOption = Annotated[
     Path | None, typer.Option("--problems", help="Problems to import, in any known format.")
 ]
-
-
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of all sampling.")]
-
-
 SamplesOption = Annotated[int | None, typer.Option("--samples", "-k", min=1, help="K a question.")]
-
-
 TemperatureOption = Annotated[
     float | None, typer.Option("--temperature", min=0.0, help="Sampling temperature.")
 ]
-
-
 MaxNewTokensOption = Annotated[
     int | None, typer.Option("--max-new-tokens", min=1, help="Maximum response length.")
 ]
+RecipeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--recipe",
+        "-r",
+        help="Recipe (TOML); default RUN/recipe.toml.",
+        metavar="FILE",
+        autocompletion=complete_recipe,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        help="Override a recipe key; may be repeated.",
+        metavar="KEY=VALUE",
+        autocompletion=complete_key,
+    ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved settings (TOML, or --json); stop.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")]
+
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "recipe": (RecipeOption, None),
+    "sets": (SetOption, None),
+    "dry_run": (DryRunOption, False),
+    "as_json": (JsonOption, False),
+}
+
+# Stages of a run must agree on them.
+_SAMPLED_BY = ("seed", "rollout.temperature", "rollout.samples", "rollout.max_new_tokens")
 
 
-_SHARED = ("seed", "rollout.temperature", "rollout.samples", "rollout.max_new_tokens")
+@dataclass(frozen=True)
+class Shared:
+    """The options that commands with settings share: ``--recipe --set --dry-run --json``."""
+
+    recipe: Path | None = None
+    sets: list[str] | None = None
+    dry_run: bool = False
+    as_json: bool = False
+
+    def settings(self, run: Path | None, *, stage: bool = False, **flags: Any) -> Recipe:
+        """The command's recipe: --recipe, else RUN/recipe.toml, else defaults; then the flags.
+
+        With ``--dry-run`` it is printed, and that is all.
+
+        Args:
+            run: the run directory.
+            stage: whether the command is a stage, which must sample as the run's others do.
+            **flags: named ``section__key``; None where not given.
+
+        Raises:
+            InputError: see :func:`exgrpo_cli.recipe.load_recipe`; a stage's sampling is not the
+                run's.
+        """
+        from exgrpo_cli.recipe import differences, load_recipe, to_toml
+        from exgrpo_cli.rundir import RunDir
+
+        own = RunDir(run).recipe if run is not None and RunDir(run).recipe.exists() else None
+        dotted = {name.replace("__", "."): value for name, value in flags.items()}
+        settings = load_recipe(self.recipe or own, self.sets or (), dotted)
+        if stage and own is not None:
+            for key, (kept, given) in differences(load_recipe(own), settings).items():
+                if key in _SAMPLED_BY:
+                    raise InputError(
+                        f"{key} = {given!r} differs from {own} ({kept!r}), which the other stages"
+                        f" go by; change it there: exgrpo init {run} --set {key}={given}"
+                    )
+        if self.dry_run:
+            if self.as_json:
+                print_result(settings.model_dump(mode="json"), self.as_json)
+            else:
+                print(to_toml(settings), end="")
+            raise typer.Exit
+        return settings
+
+    def print(self, step: Step, result: Result) -> None:
+        """What a stage did, on stdout; of several processes the first speaks."""
+        if is_first_process():
+            print_result({"step": step.number, **result.as_dict()}, self.as_json)
 
 
-def resolve_settings(
-    run: Path | None,
-    recipe: Path | None,
-    sets: list[str] | None,
-    dry_run: bool = False,
-    as_json: bool = False,
-    *,
-    stage: bool = False,
-    **flags: Any,
-) -> Recipe:
-    """The command's recipe: --recipe, else RUN/recipe.toml, else defaults; then the flags.
+def with_shared(function: Callable[..., None]) -> Callable[..., None]:
+    """The options of :class:`Shared` in the place of the parameter ``shared``, where there is one.
 
-    Flags are named ``section__key``. ``stage`` is for the stages of a run, which must agree on how
-    rollouts are sampled.
+    Typer reads a command's options from its signature.
+    """
+    signature = inspect.signature(function)
+    if "shared" not in signature.parameters:
+        return function
+    hints = get_type_hints(function, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in signature.parameters.items()
+        if name != "shared"
+    ]
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in _SHARED.items()
+    ]
+
+    own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+
+    def command(**values: Any) -> None:
+        shared = Shared(**{name: values.pop(name) for name in _SHARED})
+        function(**values, shared=shared)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {one.name: one.annotation for one in (*own, *common)}
+    described: Any = command
+    described.__signature__ = signature.replace(parameters=[*own, *common])
+    return command
+
+
+def open_run(run: Path) -> RunDir:
+    """The run directory of a command.
 
     Raises:
-        InputError: see :func:`exgrpo_cli.recipe.load_recipe`; a stage's sampling is not the run's.
+        InputError: it does not exist.
     """
-    path = recipe
-    if path is None and run is not None and RunDir(run).recipe.exists():
-        path = RunDir(run).recipe
-    dotted = {name.replace("__", "."): value for name, value in flags.items()}
-    settings = load_recipe(path, sets or (), dotted)
-    if stage and run is not None and RunDir(run).recipe.exists():
-        for key, (kept, given) in differences(load_recipe(RunDir(run).recipe), settings).items():
-            if key in _SHARED:
-                raise InputError(
-                    f"{key} = {given!r} differs from {RunDir(run).recipe} ({kept!r}), which the"
-                    f" other stages go by; change it there: exgrpo init {run} --set {key}={given}"
-                )
-    if dry_run:
-        if as_json:
-            print_result(settings.model_dump(mode="json"), as_json)
-        else:
-            print(to_toml(settings), end="")
-        raise typer.Exit
-    return settings
+    from exgrpo_cli.rundir import RunDir
 
-
-def open_run(run: Path | None, **given: Path | None) -> RunDir:
-    """The run directory with explicit paths in place of its own.
-
-    Raises:
-        InputError: the directory does not exist.
-    """
-    if run is not None and not run.is_dir():
+    if not run.is_dir():
         raise InputError(
             f"{run}: no such run directory; start one with: exgrpo run {run} -r RECIPE"
         )
-    return RunDir(run or Path(), {kind: path for kind, path in given.items() if path is not None})
+    return RunDir(run)
 
 
-def need(run: Path | None, **options: object) -> None:
+def need(**options: object) -> None:
     """Without a run directory, these options must be given.
 
     Raises:
         InputError: naming what is missing.
     """
     missing = [f"--{name}" for name, value in options.items() if value is None]
-    if run is None and missing:
+    if missing:
         raise InputError(f"give a run directory, or {' and '.join(missing)}")
 
 
-def print_result(result: dict[str, Any], as_json: bool) -> None:
-    """The result on stdout: JSON, or a line for each entry."""
+def open_step(
+    shared: Shared,
+    run: Path | None,
+    number: int | None,
+    *,
+    kind: str,
+    needs: Mapping[str, object],
+    source: Path | None = None,
+    policy: str | None = None,
+    **given: Path | None,
+) -> Step:
+    """The step that a stage is to do: of a run as told, else the latest that has its input.
+
+    Where every question is retired before it, that is the command's result, and the command ends
+    here in peace: make or SLURM may have sent it ahead.
+
+    Args:
+        shared: says how a result is printed.
+        run: the run directory; None for loose files.
+        number: as told.
+        kind: of what the stage reads: ``policy``, ``rollouts`` or ``curated``.
+        needs: options that loose files need, by name.
+        source: the input itself, where it is given: then the step is 0 unless it is told.
+        policy: what samples, where it is given.
+        **given: other paths, see :meth:`exgrpo_cli.step.Step.of`.
+
+    Raises:
+        InputError: no such run, a step without its input, missing options.
+    """
+    from exgrpo_cli.experience.plan import all_retired
+    from exgrpo_cli.step import Step
+
+    if run is None:
+        need(**needs)
+        return Step.of(None, number or 0, policy=policy, **given)
+    place = open_run(run)
+    if source is None:
+        if kind == "policy" and number is None:
+            number = max(place.steps(kind), default=0)
+        if number is not None and all_retired(place, number):
+            if is_first_process():
+                to_stderr(f"step {number}: every question is retired; there is nothing left to do")
+                print_result({"step": number, "finished": True}, shared.as_json)
+            raise typer.Exit
+        if kind != "policy":
+            number = _due(place, number, kind)
+    return Step.of(place, number or 0, policy=policy, **given)
+
+
+def _due(place: RunDir, number: int | None, kind: str) -> int:
+    from exgrpo_cli.rundir import infer_step
+
+    mend = f"run: exgrpo {'rollout' if kind == 'rollouts' else 'curate'} {place.root}"
+    if number is None:
+        return infer_step(place, kind, mend)
+    if number not in place.steps(kind):
+        what = {"curated": "curated batch"}.get(kind, kind)
+        raise InputError(f"{place.root}: step {number} has no {what} yet; {mend} --step {number}")
+    return number
+
+
+def print_result(result: Mapping[str, Any], as_json: bool) -> None:
+    """A result on stdout: JSON, or a line for each entry that has a value."""
     if as_json:
         print(json.dumps(result, ensure_ascii=False, default=str))
         return
     for name, value in result.items():
-        shown = f"{value or 0.0:g}" if isinstance(value, float) else value  # never -0
-        print(f"{name}: {shown}")
+        if value is not None and value is not False:
+            print(f"{name}: {_words(value)}")
 
 
-def due_step(place: RunDir, step: int | None, kind: str, given: Path | None, mend: str) -> int:
-    """The step of a stage: as told; 0 for loose files; else the latest that has its input.
-
-    Raises:
-        InputError: the step has no such input yet.
-    """
-    if given is not None:
-        return step or 0
-    if step is None:
-        return infer_step(place, kind, mend)
-    if step not in place.steps(kind):
-        what = {"curated": "curated batch"}.get(kind, kind)
-        raise InputError(f"{place.root}: step {step} has no {what} yet; {mend} --step {step}")
-    return step
-
-
-def is_over(place: RunDir, step: int | None, as_json: bool) -> bool:
-    """Whether every question is retired before this step; then that is the command's result, so
-    that what has sent stages ahead (make, SLURM) ends in peace."""
-    from exgrpo_cli.experience.plan import all_retired
-
-    if step is None or not all_retired(place, step):
-        return False
-    if is_first_process():
-        to_stderr(f"step {step}: every question is retired; there is nothing left to do")
-        print_result({"step": step, "finished": True}, as_json)
-    return True
-
-
-def name_of_policy(policy: str | None) -> str | None:
-    """A given policy as it stands in tables: a folder by its plain path."""
-    return str(Path(policy)) if policy is not None and Path(policy).is_dir() else policy
+def _words(value: Any) -> str:
+    """A value as a person writes it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value or 0.0:g}"  # never -0
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_words(one)}" for name, one in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value)) or "none"
+    return str(value)

@@ -7,70 +7,61 @@ from typing import Annotated, Literal
 
 import typer
 
-from exgrpo_cli.cli.app import app, guarded
+from exgrpo_cli.cli.app import command
 from exgrpo_cli.cli.options import (
-    DryRunOption,
     EngineOption,
     ForceOption,
-    JsonOption,
     MaxNewTokensOption,
     ModelOption,
+    NewRun,
     PolicyOption,
-    RecipeOption,
     RunArgument,
     SamplesOption,
     SeedOption,
-    SetOption,
+    Shared,
     TemperatureOption,
     TrainingProblemsOption,
     UrlOption,
     need,
     open_run,
     print_result,
-    resolve_settings,
 )
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import to_stderr
-from exgrpo_cli.rundir import RunDir, step_name
+
+PANEL = "Whole runs"
 
 
-@app.command(rich_help_panel="Whole runs")
-@guarded
+@command(PANEL)
 def init(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    shared: Shared,
+    run: NewRun,
     model: ModelOption = None,
     problems: TrainingProblemsOption = None,
     seed: SeedOption = None,
-    recipe: RecipeOption = None,
-    sets: SetOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Start a run directory: resolve the recipe into it and import the problems.
 
     What run does first; for driving the stages by hand.
     """
-    settings = resolve_settings(
+    settings = shared.settings(
         run,
-        recipe,
-        sets,
-        dry_run,
-        as_json,
         model__path=model,
         problems__path=None if problems is None else str(problems),
         seed=seed,
     )
+    from exgrpo_cli.rundir import RunDir
     from exgrpo_cli.runs.prepare import prepare
 
     place = RunDir(run)
     prepare(place, settings, to_stderr)
-    print_result({"recipe": str(place.recipe), "problems": str(place.problems)}, as_json)
+    print_result({"recipe": str(place.recipe), "problems": str(place.problems)}, shared.as_json)
 
 
-@app.command(rich_help_panel="Whole runs")
-@guarded
+@command(PANEL)
 def run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, made if needed.")],
+    shared: Shared,
+    run: NewRun,
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, help="Iterations, counted from the start.")
     ] = None,
@@ -83,24 +74,13 @@ def run(
         str | None,
         typer.Option("--track", help="Also send metrics to trackio, wandb or tensorboard."),
     ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Say where each iteration's time went.")
-    ] = False,
-    recipe: RecipeOption = None,
-    sets: SetOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Run ExGRPO: rollout, verify, score, curate and train, again and again.
 
     Makes the same files as the stages called by hand, and goes on from those that are there.
     """
-    settings = resolve_settings(
+    settings = shared.settings(
         run,
-        recipe,
-        sets,
-        dry_run,
-        as_json,
         loop__steps=steps,
         loop__track=track,
         rollout__engine=engine,
@@ -109,8 +89,10 @@ def run(
         problems__path=None if problems is None else str(problems),
         seed=seed,
     )
+    from exgrpo_cli.inspect.report import write_report
     from exgrpo_cli.metrics import learning_curve
-    from exgrpo_cli.runs.loop import run_loop
+    from exgrpo_cli.rundir import RunDir
+    from exgrpo_cli.runs.loop import run as loop
 
     place = RunDir(run)
     if run.exists() and not run.is_dir():
@@ -119,26 +101,20 @@ def run(
     run.mkdir(parents=True, exist_ok=True)
     try:
         with place.locked():
-            result = run_loop(place, settings, profile=profile, log=to_stderr)
+            result = loop(place, settings, log=to_stderr)
+            result["report"] = str(write_report(place))
     finally:
         if fresh:
             _remove_if_unused(run)
-    if as_json:
-        print_result(result, as_json)
-        return
     curve = learning_curve(place.read_metrics())
-    if curve:
+    if curve and not shared.as_json:
         print(curve)
-    if profile:
-        from exgrpo_cli.profiling import profile_table
-
-        print(profile_table(place.read_metrics()))
-    print_result(result, as_json)
+    print_result(result, shared.as_json)
 
 
-@app.command(rich_help_panel="Whole runs")
-@guarded
+@command(PANEL)
 def evaluate(
+    shared: Shared,
     run: RunArgument = None,
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="RUN's policy of this step; default last.")
@@ -157,22 +133,14 @@ def evaluate(
     url: UrlOption = None,
     seed: SeedOption = None,
     force: ForceOption = False,
-    recipe: RecipeOption = None,
-    sets: SetOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Measure a policy on held-out problems: pass@1 (avg@k) and pass@k by source.
 
     Intervals are 95% bootstrap intervals over problems. RUN's policy on --problems or the recipe's
     sets; without RUN: --policy on --problems, into --out.
     """
-    settings = resolve_settings(
+    settings = shared.settings(
         run,
-        recipe,
-        sets,
-        dry_run,
-        as_json,
         rollout__engine=engine,
         rollout__url=url,
         evaluate__samples=samples,
@@ -181,9 +149,10 @@ def evaluate(
         seed=seed,
     )
     from exgrpo_cli.runs.evaluations import evaluate_loose, evaluate_sets
+    from exgrpo_cli.runs.session import Session
 
     if run is None:
-        need(run, policy=policy, problems=problems, out=out)
+        need(policy=policy, problems=problems, out=out)
         assert policy is not None
         assert problems is not None
         assert out is not None
@@ -195,9 +164,10 @@ def evaluate(
         if not sets_of:
             raise InputError("no problems to evaluate on: give --problems, or evaluate.problems")
         step = max(place.steps("policy"), default=0) if step is None else step
-        summaries = evaluate_sets(place, step, sets_of, settings, force=force, log=to_stderr)
-    if as_json:
-        print_result(summaries, as_json)
+        with Session(place, settings, to_stderr) as session:
+            summaries = evaluate_sets(session, step, sets_of, force=force)
+    if shared.as_json:
+        print_result(summaries, shared.as_json)
         return
     from rich.console import Console
 
@@ -207,9 +177,9 @@ def evaluate(
         Console().print(format_table(summary))
 
 
-@app.command(rich_help_panel="Whole runs")
-@guarded
+@command(PANEL)
 def merge(
+    shared: Shared,
     source: Annotated[
         Path, typer.Argument(metavar="ADAPTER", help="Adapter folder, or a run directory.")
     ],
@@ -228,25 +198,23 @@ def merge(
         typer.Option("--dtype", help="Saved weights; auto: as the base model's."),
     ] = "auto",
     force: ForceOption = False,
-    recipe: RecipeOption = None,
-    sets: SetOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Merge a LoRA adapter into its base model: a plain Hugging Face folder, without a GPU.
 
     Of a run directory: the latest policy, or that of --step.
     """
     from exgrpo_cli.models import is_adapter
+    from exgrpo_cli.rundir import RunDir, step_name
     from exgrpo_cli.training.merge import merge as stage
 
     if not source.is_dir():
         raise InputError(f"{source}: no such adapter folder or run directory")
     run = None if is_adapter(str(source)) else source
     is_run = run is not None and (RunDir(run).recipe.exists() or (run / "policy").is_dir())
-    settings = resolve_settings(run if is_run else None, recipe, sets)
+    settings = shared.settings(run if is_run else None)
     adapter = source
     if is_run:
-        place = open_run(run)
+        place = RunDir(source)
         step = max(place.steps("policy"), default=0) if step is None else step
         adapter = Path(place.policy_path(step, settings.model.path))
         out = out or source / "merged" / step_name(step)
@@ -263,7 +231,7 @@ def merge(
         force=force,
         log=to_stderr,
     )
-    print_result(result, as_json)
+    print_result(result, shared.as_json)
 
 
 def _remove_if_unused(run: Path) -> None:

@@ -31,7 +31,6 @@ class Sampling:
     max_new_tokens: int
     entropies: bool = False
     """Whether per-token entropies are wanted (only engines with exact ones give them)."""
-    top_p: float = 1.0
     entropy_top_k: int = 0
     """Where there are no exact entropies: estimate from so many most probable tokens; 0: do not."""
 

@@ -28,7 +28,7 @@ from exgrpo_cli.engines import (
     open_engine,
     resolve_engine,
 )
-from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.errors import InputError, StageError, first_line
 from exgrpo_cli.machine import process_environments
 from exgrpo_cli.models import check_policy
 from exgrpo_cli.recipe import Recipe
@@ -252,8 +252,7 @@ def main() -> None:
             except (EOFError, BrokenPipeError, ConnectionResetError):
                 raise
             except Exception as error:
-                lines = str(error).strip().splitlines()
-                _put(socket, "failed", f"{type(error).__name__}: {lines[0] if lines else ''}")
+                _put(socket, "failed", f"{type(error).__name__}: {first_line(error)}")
             else:
                 _put(socket, "done", value)
     if engine is not None:

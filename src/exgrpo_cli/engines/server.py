@@ -21,7 +21,7 @@ import numpy as np
 
 from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.engines.entropy import topk_entropy
-from exgrpo_cli.engines.vllm import check_lengths, longest_row, policy_end_ids
+from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.models import adapter_base, check_policy, is_adapter
 from exgrpo_cli.recipe import Recipe
@@ -182,7 +182,7 @@ class ServerEngine:
             "prompt": request.prompt_ids,
             "seed": request.seed,
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.temperature > 0 else 1.0,
+            "top_p": 1.0,
             # said, since servers take what is not from the model's generation_config
             "top_k": 0,
             "min_p": 0.0,

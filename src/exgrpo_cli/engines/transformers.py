@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from exgrpo_cli.engines import Completion, Request, Sampling
+from exgrpo_cli.engines.limits import end_ids
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.models import load_model, load_tokenizer, resolve_device, resolve_dtype
 from exgrpo_cli.recipe import Recipe
@@ -216,12 +217,6 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         return self._done | (self._done.sum() >= self._enough)
 
 
-def end_ids(*found: int | list[int] | None) -> list[int]:
-    """All end tokens, once each: the generation_config's (one or several), the tokenizer's."""
-    lists = [ids if isinstance(ids, list) else [ids] for ids in found]
-    return list(dict.fromkeys(int(one) for ids in lists for one in ids if one is not None))
-
-
 def row_uniforms(seed: int, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """A row's random numbers, in [0, 1) float64, one for each position of its response.
 
@@ -238,19 +233,12 @@ def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Args:
         logits: [rows, vocabulary], any float dtype.
         sampling: temperature (0 stands for 1 here: the choice is greedy, the log-probabilities
-            are the model's own) and top_p (the smallest set of most probable tokens whose
-            probability reaches it, renormalised).
+            are the model's own).
 
     Returns:
-        [rows, vocabulary] float32; minus infinity where truncated.
+        [rows, vocabulary] float32.
     """
-    log_p = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
-    if sampling.top_p < 1.0:
-        ranked, order = log_p.sort(dim=-1, descending=True)
-        before = ranked.exp().cumsum(dim=-1) - ranked.exp()
-        cut = (before >= sampling.top_p).scatter(1, order, before >= sampling.top_p)
-        log_p = torch.log_softmax(log_p.masked_fill(cut, -torch.inf), dim=-1)
-    return log_p
+    return torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
 
 
 def choose(log_p: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

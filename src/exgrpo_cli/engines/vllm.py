@@ -20,9 +20,10 @@ from pydantic import ValidationError
 
 from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.engines.entropy import topk_entropy
-from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.models import adapter_base, check_policy, is_adapter, load_tokenizer, resolve_dtype
-from exgrpo_cli.recipe import ModelSettings, Recipe
+from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
+from exgrpo_cli.errors import InputError, StageError, first_line
+from exgrpo_cli.models import adapter_base, check_policy, is_adapter, resolve_dtype
+from exgrpo_cli.recipe import Recipe
 
 # Ranks that vLLM has LoRA kernels for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -106,7 +107,6 @@ class VllmEngine:
                     "enable_prefix_caching": True,
                     "gpu_memory_utilization": rollout.gpu_memory_utilization,
                     "tensor_parallel_size": rollout.tensor_parallel,
-                    "enforce_eager": rollout.enforce_eager,
                     "use_tqdm_on_load": False,
                     "disable_log_stats": True,
                     "worker_extension_cls": "exgrpo_cli.engines.vllm_worker.WorkerExtension",
@@ -170,7 +170,7 @@ class VllmEngine:
 
         return SamplingParams(
             temperature=sampling.temperature,
-            top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+            top_p=1.0,
             top_k=0,
             seed=request.seed,
             max_tokens=min(sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids)),
@@ -291,50 +291,7 @@ def _lora_rank(policy: str, rank: int) -> int:
     raise InputError(f"{policy}: LoRA rank {rank} is above {_RANKS[-1]}, the most that vLLM takes")
 
 
-def policy_end_ids(policy: str, settings: ModelSettings) -> list[int]:
-    """All end tokens of a policy: its generation_config's and its tokenizer's."""
-    from transformers import AutoConfig, GenerationConfig
-
-    from exgrpo_cli.engines.transformers import end_ids
-
-    base = adapter_base(policy) if is_adapter(policy) else policy
-    tokenizer = load_tokenizer(policy, settings)
-    try:
-        generation = GenerationConfig.from_pretrained(base)
-    except OSError:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=settings.trust_remote_code)
-        generation = GenerationConfig.from_model_config(config)
-    return end_ids(generation.eos_token_id, tokenizer.eos_token_id)
-
-
-def longest_row(recipe: Recipe, base: str) -> int:
-    """Tokens of the longest prompt and response together, no more than the model has positions."""
-    from transformers import AutoConfig
-
-    new_tokens = max(recipe.rollout.max_new_tokens, recipe.evaluate.max_new_tokens or 0)
-    wanted = recipe.rollout.max_prompt_tokens + new_tokens
-    config: Any = AutoConfig.from_pretrained(base, trust_remote_code=recipe.model.trust_remote_code)
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return wanted if limit is None else min(wanted, limit)
-
-
-def check_lengths(requests: Sequence[Request], longest: int) -> None:
-    """Refuse prompts that are empty or leave no room for a token.
-
-    Raises:
-        InputError: naming the first.
-    """
-    for request in requests:
-        if not 0 < len(request.prompt_ids) < longest:
-            raise InputError(
-                f"request {request.index} has {len(request.prompt_ids)} prompt tokens; this"
-                f" engine takes 1 to {longest - 1}"
-                " (rollout.max_prompt_tokens, and the model's own limit)"
-            )
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return error.errors()[0]["msg"].splitlines()[0]
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        return str(error.errors()[0]["msg"]).splitlines()[0]
+    return first_line(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exgrpo_cli import tables
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.experience.database import connect, fill, reading, run_sql, spill_of, sql_text
 from exgrpo_cli.experience.history import read_scored
 from exgrpo_cli.experience.plan import require_plan
@@ -156,7 +156,7 @@ def _fetch(con: duckdb.DuckDBPyConnection, root: Path, wanted: Sequence[tuple[st
     except duckdb.Error as error:
         for path in parts.values():
             tables.check_columns("rollouts", path, ["rollout_id", "prompt_ids", "token_ids"])
-        raise InputError(f"{root}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{root}: {first_line(error)}") from error
     held = {row[0] for row in con.execute("SELECT rollout_id FROM trajectories").fetchall()}
     for rollout, part in wanted:
         if rollout not in held:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.tables.duck import literal, named_rows, open_database
 
 if TYPE_CHECKING:
@@ -126,4 +126,4 @@ def reading(*read: tuple[str, Path, Sequence[str]]) -> Iterator[None]:
         for table, path, columns in read:
             tables.read_table(table, path, columns)  # the clearer message
         files = " or ".join(str(path) for _, path, _ in read[:3])
-        raise InputError(f"{files}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{files}: cannot be read: {first_line(error)}") from error

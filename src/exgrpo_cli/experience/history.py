@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exgrpo_cli import tables
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.experience.database import fill, fill_from, reading, run_sql
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.tables.duck import literal
@@ -130,7 +130,7 @@ def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
         )
     except duckdb.Error as error:
         files.check(tables.read_table)  # the clearer message, where it is one of these
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"{run.rollouts(step)}: step {step} cannot be read: {reason}") from error
     (found,) = run_sql(con, "step_faults", step=step)
     if found["doubled"] is not None:

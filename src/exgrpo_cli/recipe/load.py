@@ -40,6 +40,31 @@ def _unknown_key(key: str) -> str:
     return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
 
 
+# Keys that are gone: what they were when nobody set them, and what to do instead.
+_GONE: dict[str, tuple[Any, str]] = {
+    "rollout.top_p": (1.0, "training rollouts are sampled from the whole distribution"),
+    "rollout.enforce_eager": (False, "vLLM compiles where it can"),
+    "objective.replay_ratio_cap": (None, "objective.shaping = ratio bounds the ratio by 1"),
+}
+
+
+def _without_gone(values: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The values without keys of earlier versions, where these stood at their defaults.
+
+    Raises:
+        InputError: one was set to something else; says what to write instead.
+    """
+    kept = {
+        name: dict(value) if isinstance(value, dict) else value for name, value in values.items()
+    }
+    for key, (default, advice) in _GONE.items():
+        section, _, leaf = key.partition(".")
+        here = kept.get(section)
+        if isinstance(here, dict) and leaf in here and here.pop(leaf) != default:
+            raise InputError(f"{origin}: {key} is gone: {advice}")
+    return kept
+
+
 def parse_recipe(values: dict[str, Any], origin: str) -> Recipe:
     """A nested dictionary as a recipe.
 
@@ -51,7 +76,7 @@ def parse_recipe(values: dict[str, Any], origin: str) -> Recipe:
         InputError: an unknown key (with the nearest valid one), or a value out of its range.
     """
     try:
-        return Recipe.model_validate(values)
+        return Recipe.model_validate(_without_gone(values, origin))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

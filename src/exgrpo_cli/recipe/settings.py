@@ -70,8 +70,9 @@ class RolloutSettings(Section):
     )
     url: str = Field("", description="of engine = server, such as http://node7:8000")
     samples: int = Field(8, ge=1, description="K, rollouts a question")
-    temperature: float = Field(1.0, ge=0.0, description="sampling temperature")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="must be 1 in training: it biases ratios")
+    temperature: float = Field(
+        1.0, gt=0.0, description="sampling temperature; training rollouts are never greedy"
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out, and said")
     max_new_tokens: int = Field(8192, ge=1, description="maximum response length")
     questions_per_part: int = Field(16, ge=1, description="questions in one Parquet part")
@@ -91,7 +92,6 @@ class RolloutSettings(Section):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps (transformers engine)")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's share of the GPU")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that vLLM splits the model over")
-    enforce_eager: bool = Field(False, description="vLLM without compilation: starts faster")
     processes: int = Field(
         1,
         ge=1,
@@ -191,9 +191,6 @@ class ObjectiveSettings(Section):
     )
     beta: float = Field(0.1, gt=0, description="beta of the shaping")
     power: float = Field(0.5, gt=0, description="exponent of shaping = power")
-    replay_ratio_cap: float | None = Field(
-        None, gt=0, description="upper bound on the shaped replay ratio"
-    )
     clip: Literal["auto", "on", "off"] = Field(
         "auto", description="PPO clipping of fresh tokens; auto: on until replay has started"
     )
@@ -236,6 +233,9 @@ class TrainSettings(Section):
     min_learning_rate: float = Field(0.0, ge=0, description="what linear and cosine end at")
     warmup_steps: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's betas")
+    adam_eps: float = Field(
+        1e-8, gt=0, description="AdamW's eps; far below the root of its second moment"
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     skip_grad_norm: float | None = Field(
@@ -295,7 +295,7 @@ class LoopSettings(Section):
 
 
 class Recipe(Section):
-    """All settings. Defaults are the paper's, for one GPU node."""
+    """All settings. Which defaults are the paper's, and which are not: docs/training.md."""
 
     seed: int = Field(0, ge=0, description="every random choice follows from it")
     model: ModelSettings = ModelSettings()

@@ -30,13 +30,12 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
         InputError: no problems given, or none that fit; settings that cannot train, or that this
             run was begun without.
     """
-    from exgrpo_cli.models import check_policy, positions
-    from exgrpo_cli.stages.rollout import check_sampling
+    from exgrpo_cli.engines.limits import positions
+    from exgrpo_cli.models import check_policy
 
     if run.root.exists() and not run.root.is_dir():
         raise InputError(f"{run.root}: is a file; a run is a directory")
     check_policy(recipe.model.path)
-    check_sampling(recipe)
     if recipe.curate.replay_ratio > 0 and recipe.rollout.samples - 1 <= recipe.curate.lower:
         raise InputError(
             f"rollout.samples = {recipe.rollout.samples} and curate.lower ="
@@ -66,7 +65,8 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
                 f" exgrpo problems FILE --out {run.problems}"
             )
         import_into(run.problems, Path(recipe.problems.path), recipe, recipe.model.path, log)
-    limit = positions(recipe.model.path)
+    local = Path(recipe.model.path).is_dir()  # a hub's config would have to be fetched
+    limit = positions(recipe.model.path, recipe.model.trust_remote_code) if local else None
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
     if limit is not None and limit < longest:
         log(

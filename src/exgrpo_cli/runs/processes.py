@@ -7,81 +7,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from exgrpo_cli.engines.warm import return_memory
 from exgrpo_cli.errors import StageError
-from exgrpo_cli.machine import is_first_process
-from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.machine import core_share, process_environments
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir, step_name
+from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir
+from exgrpo_cli.step import Result, Step
 
 
-def train_step(
-    run: RunDir,
-    step: int,
-    recipe: Recipe,
-    log: Log = quiet,
-    *,
-    policy: str | None = None,
-    trainer: Path | None = None,
-    out_policy: Path | None = None,
-    out_trainer: Path | None = None,
-    force: bool = False,
-) -> dict[str, Any]:
-    """The train stage with a run directory's own files; its metrics are recorded there.
-
-    Explicit paths stand in for the run's own.
-
-    Raises:
-        InputError: see :func:`exgrpo_cli.stages.train.train`.
-    """
-    from exgrpo_cli.experience.pool import replay_on
-    from exgrpo_cli.models import check_tokenizer
-    from exgrpo_cli.stages.train import train
-
-    scores = run.scores(step)
-    source = policy or run.policy_path(step, recipe.model.path)
-    if not (out_policy or run.policy(step + 1)).exists():
-        check_tokenizer(source)  # or only the next rollout would miss it
-    result = train(
-        rollouts=run.rollouts(step),
-        verdicts=run.verdicts(step),
-        scores=scores if scores.is_dir() else None,
-        curated=run.curated(step),
-        policy=source,
-        trainer=trainer or (run.trainer(step) if step > 0 else None),
-        out_policy=out_policy or run.policy(step + 1),
-        out_trainer=out_trainer or run.trainer(step + 1),
-        step=step,
-        recipe=recipe,
-        replay_started=replay_on(run, step),
-        force=force,
-        log=log,
-    )
-    kept = run.root / "metrics" / step_name(step) / "train.json"
-    if not is_first_process():
-        return result
-    if "train/loss" in result and not (result.get("skipped") and kept.exists()):
-        run.record(step, "train", {k: v for k, v in result.items() if k.startswith("train/")})
-    return result
-
-
-def score_in_processes(run: RunDir, step: int, recipe: Recipe) -> dict[str, Any]:
+def score_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
     """The score stage in ``score.processes`` processes of this machine, a shard each.
 
     Returns:
-        The sums of what they count; ``seconds`` and ``compute_seconds`` of the slowest.
+        The sums of what they count; the seconds are those of the slowest.
 
     Raises:
         StageError: a process failed; the parts that are done stay.
     """
-    from exgrpo_cli.machine import process_environments
-
     count = recipe.score.processes
-    return_memory()
-    command = [sys.executable, "-m", "exgrpo_cli", "score", str(run.root), "--step", str(step)]
+    command = [sys.executable, "-m", "exgrpo_cli", "score", str(run.root)]
+    command += ["--step", str(step.number)]
     started: list[subprocess.Popen[str]] = []
     results: list[dict[str, Any]] = []
     try:
@@ -99,7 +45,7 @@ def score_in_processes(run: RunDir, step: int, recipe: Recipe) -> dict[str, Any]
             out, said = process.communicate()
             if process.returncode != 0:
                 raise StageError(
-                    f"score step {step} failed in process {number + 1} of {count}:"
+                    f"score step {step.number} failed in process {number + 1} of {count}:"
                     f" {_why_failed(said.splitlines())}"
                 )
             results.append(json.loads(out))
@@ -108,53 +54,56 @@ def score_in_processes(run: RunDir, step: int, recipe: Recipe) -> dict[str, Any]
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    longest = ("seconds", "compute_seconds")
-    return {
-        name: (max if name in longest else sum)(result[name] for result in results)
-        for name in results[0]
-    }
+    counts = ("done", "skipped", "rows", "candidates", "tokens")
+    total = {name: sum(result[name] for result in results) for name in counts}
+    return Result(
+        total.pop("done"),
+        total.pop("skipped"),
+        metrics=total | {"seconds": max(result["seconds"] for result in results)},
+        compute_seconds=max(result["compute_seconds"] for result in results),
+    )
 
 
-def train_in_processes(run: RunDir, step: int, recipe: Recipe, log: Log) -> dict[str, Any]:
-    """:func:`train_step` in ``train.processes`` processes of this machine, by torchrun.
+def train_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
+    """The train stage in ``train.processes`` processes of this machine, by torchrun.
 
     Raises:
         StageError: a process failed.
     """
-    done = run.policy(step + 1).is_dir()
-    if not done:
-        return_memory()  # that this process scored with
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(recipe.train.processes), "-m", "exgrpo_cli"),
-            *("train", str(run.root), "--step", str(step)),
-        ]
-        variables = os.environ | {
-            LOCK_VARIABLE: str(run.root.resolve()),
-            "OMP_NUM_THREADS": os.environ.get(
-                "OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // recipe.train.processes, 1))
-            ),
-        }
-        with subprocess.Popen(
-            command,
-            env=variables,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            close_fds=False,  # should we be killed, it goes on, under our lock
-        ) as process:
-            assert process.stderr is not None
-            lines = [line.rstrip() for line in process.stderr]
-        own = [line for line in lines if line.startswith(("train step", "warning: ", "exgrpo: "))]
-        for line in own:
-            log(line)
-        if process.returncode != 0:
-            raise StageError(
-                f"train step {step} failed in {recipe.train.processes} processes:"
-                f" {_why_failed(lines)}"
-            )
-    result = train_step(run, step, recipe)
-    return result if done else {k: v for k, v in result.items() if k != "skipped"}
+    from exgrpo_cli.training.trainer_state import read_trainer
+
+    count = recipe.train.processes
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(count), "-m", "exgrpo_cli"),
+        *("train", str(run.root), "--step", str(step.number)),
+    ]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(core_share(count))
+    with subprocess.Popen(
+        command,
+        env=os.environ | {LOCK_VARIABLE: str(run.root.resolve()), "OMP_NUM_THREADS": threads},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        close_fds=False,  # should we be killed, it goes on, under our lock
+    ) as process:
+        assert process.stderr is not None
+        lines = [line.rstrip() for line in process.stderr]
+    if process.returncode != 0:
+        raise StageError(
+            f"train step {step.number} failed in {count} processes: {_why_failed(lines)}"
+        )
+    metrics = read_trainer(step.next_trainer)["metrics"]
+    own = [line for line in lines if line.startswith(("train step", "warning: "))]
+    skipped = bool(metrics.get("train/skipped_updates"))
+    notes = own if skipped else [line for line in own if line.startswith("warning: ")]
+    rate = metrics.get("train/tokens_per_second")
+    return Result(
+        done=1,
+        metrics=metrics,
+        notes=tuple(notes),
+        compute_seconds=metrics["train/tokens"] / rate if rate else None,
+    )
 
 
 def _why_failed(lines: Sequence[str]) -> str:

@@ -21,6 +21,8 @@ from exgrpo_cli.evaluation import (
 )
 from exgrpo_cli.progress import Log, progress, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.stages.sampling import Asked, completion_row, encode_prompts
+from exgrpo_cli.step import Result, Step
 
 if TYPE_CHECKING:
     import polars as pl
@@ -32,22 +34,14 @@ __all__ = ["evaluate", "evaluation_metrics", "format_table"]
 
 
 def evaluate(
-    *,
-    policy: str,
-    policy_name: str,
-    problems: Path,
-    out: Path,
+    step: Step,
     recipe: Recipe,
-    samples: int,
-    temperature: float,
-    max_new_tokens: int,
-    samples_by_source: Mapping[str, int] | None = None,
-    engine: Callable[[], Engine] | None = None,
-    pool: Pool | None = None,
-    step: int = 0,
+    *,
     force: bool = False,
     log: Log = quiet,
-) -> dict[str, Any]:
+    engine: Callable[[str], Engine] | None = None,
+    pool: Pool | None = None,
+) -> Result:
     """Sample every problem, verify the answers, and sum up the accuracy by source.
 
     Writes ``rollouts.parquet``, ``verdicts.parquet``, ``evaluation.json`` (what was asked for) and
@@ -56,51 +50,45 @@ def evaluate(
     problem and the sample, not on the policy, so policies are compared on common random numbers.
 
     Args:
-        policy: a Hugging Face folder, a PEFT adapter, or a hub name.
-        policy_name: its name in the tables and the summary.
-        problems: the ``problems`` table.
-        out: folder of this evaluation.
-        recipe: seed, ``rollout`` (engine), ``model``, ``verify`` and ``evaluate.bootstrap``.
-        samples: a problem; at temperature 0 one is enough and one is taken.
-        temperature: of sampling; 0 is greedy.
-        max_new_tokens: maximum response length.
-        samples_by_source: a problem of these sources; ``samples`` is for the others.
-        engine: gives a loaded engine that holds this policy, and is called only when there is
+        step: reads its policy and ``problems`` (a table), writes into the folder ``evaluation``,
+            both of which must be given.
+        recipe: ``seed``, ``evaluate``, ``rollout`` (engine, lengths), ``model`` and ``verify``. At
+            temperature 0 one sample a problem is taken.
+        force: evaluate anew, whatever the folder holds.
+        log: gets plain lines.
+        engine: gives a loaded engine that holds a policy, and is called only when there is
             something to sample; by default one is opened here, and closed.
         pool: workers that verify; by default they are started here, and ended.
-        step: the policy's step; goes into the tables and the summary.
-        force: evaluate anew, whatever ``out`` holds.
-        log: gets plain lines.
 
     Returns:
-        ``policy``, ``step``, ``samples``, ``samples_by_source`` (of the sources that are there),
-        ``temperature``, ``max_new_tokens``, ``left_out`` (problems whose prompts are too long),
-        ``rows`` (by source), ``overall`` and ``average`` (of the sources); see
-        :func:`exgrpo_cli.evaluation.summarise` and ``average_of_sources``.
+        Metrics are the summary: ``policy``, ``step``, ``samples``, ``samples_by_source`` (of the
+        sources that are there), ``temperature``, ``max_new_tokens``, ``left_out`` (problems whose
+        prompts are too long), ``rows`` (by source), ``overall`` and ``average`` (of the sources);
+        see :func:`exgrpo_cli.evaluation.summarise` and ``average_of_sources``.
 
     Raises:
-        InputError: no problems whose prompts are short enough, ``out`` holds an evaluation of
+        InputError: no problems whose prompts are short enough, the folder holds an evaluation of
             another policy or with other settings, or the policy cannot be opened.
         StageError: the engine left a row out.
     """
     from exgrpo_cli.models import load_tokenizer
-    from exgrpo_cli.stages.rollout import encode_prompts
     from exgrpo_cli.stages.verify import verify
 
-    if samples < 1 or max_new_tokens < 1 or temperature < 0:
-        raise InputError(
-            f"evaluate: samples = {samples} and max_new_tokens = {max_new_tokens} must be at least"
-            f" 1, temperature = {temperature} at least 0"
-        )
-    if temperature == 0 and samples > 1:
+    settings = recipe.evaluate
+    policy, problems, out = step.policy(recipe.model.path), step.problems, step.evaluation
+    samples, samples_by_source = settings.samples, dict(settings.samples_by_source)
+    max_new_tokens = settings.max_new_tokens or recipe.rollout.max_new_tokens
+    if settings.temperature == 0 and samples > 1:
         log("evaluate: temperature 0 gives the same response every time; one sample a problem")
-        samples, samples_by_source = 1, None
+        samples, samples_by_source = 1, {}
     table = tables.read_table("problems", problems)
     if table.is_empty():
         raise InputError(f"{problems}: no problems in this table")
     _refuse_repeated(table, problems)
     tokenizer = load_tokenizer(policy, recipe.model)
-    prompts = encode_prompts(table, tokenizer, recipe, log)
+    prompts = encode_prompts(
+        dict(table.select("problem_id", "prompt").iter_rows()), tokenizer, recipe, log
+    )
     if not prompts:
         raise InputError(
             f"{problems}: every prompt is longer than rollout.max_prompt_tokens ="
@@ -108,16 +96,16 @@ def evaluate(
         )
 
     present = set(table["source"])
-    by_source = {s: n for s, n in sorted((samples_by_source or {}).items()) if s in present}
+    by_source = {s: n for s, n in sorted(samples_by_source.items()) if s in present}
     sources = dict(table.select("problem_id", "source").iter_rows())
     counts = {pid: by_source.get(sources[pid], samples) for pid in prompts}
     asked = {
-        "policy": policy_name,
-        "step": step,
+        "policy": step.policy_name,
+        "step": step.number,
         "weights": policy_fingerprint(policy),
         "samples": samples,
         "samples_by_source": by_source or None,
-        "temperature": float(temperature),
+        "temperature": float(settings.temperature),
         "max_new_tokens": max_new_tokens,
         "seed": recipe.seed,
         "problems": _digest([pid, *ids] for pid, ids in sorted(prompts.items())),
@@ -135,12 +123,12 @@ def evaluate(
         for stale in (rollouts, verdicts, out / "summary.json"):
             stale.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
-        rows = _sample(policy, tokenizer, prompts, counts, asked, recipe, engine, log)
+        rows = _sample(step, recipe, tokenizer, prompts, counts, engine, log)
         tables.write_table("rollouts", tables.frame("rollouts", rows), rollouts)
     if before.get("answers") != answers:
         verdicts.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
-    verify(rollouts, problems, verdicts, recipe, pool=pool)
+    verify(step.at(rollouts=rollouts, verdicts=verdicts), recipe, pool=pool)
 
     judged = (
         tables.read_table(
@@ -158,14 +146,14 @@ def evaluate(
             f"{verdicts}: {judged.height} verdicts for {sum(counts.values())} samples;"
             " remove it and evaluate again"
         )
-    bootstrap, ks = recipe.evaluate.bootstrap, powers_of_two(max(counts.values()))
+    bootstrap, ks = settings.bootstrap, powers_of_two(max(counts.values()))
     rows_by_source, overall = summarise(judged, ks, bootstrap, recipe.seed)
     summary = {
-        "policy": policy_name,
-        "step": step,
+        "policy": step.policy_name,
+        "step": step.number,
         "samples": samples,
         "samples_by_source": by_source,
-        "temperature": float(temperature),
+        "temperature": float(settings.temperature),
         "max_new_tokens": max_new_tokens,
         "left_out": table.height - len(prompts),
         "rows": rows_by_source,
@@ -173,15 +161,15 @@ def evaluate(
         "average": average_of_sources(judged, bootstrap, recipe.seed),
     }
     tables.write_json(out / "summary.json", summary)
-    return summary
+    return Result(done=1, metrics=summary)
 
 
-def evaluation_metrics(name: str, summary: dict[str, Any]) -> dict[str, float]:
+def evaluation_metrics(name: str, summary: Mapping[str, Any]) -> dict[str, float]:
     """A summary as flat metrics: ``eval/NAME/pass@1``, ``eval/NAME/pass@1_low``, and so on.
 
     Args:
         name: of the problem set.
-        summary: what :func:`evaluate` returned.
+        summary: the metrics that :func:`evaluate` returned.
 
     Returns:
         Numbers over all problems; where there are several sources, also
@@ -233,46 +221,38 @@ def policy_fingerprint(policy: str) -> str:
 
 
 def _sample(
-    policy: str,
+    step: Step,
+    recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     prompts: dict[str, list[int]],
     counts: dict[str, int],
-    asked: dict[str, Any],
-    recipe: Recipe,
-    engine: Callable[[], Engine] | None,
+    engine: Callable[[str], Engine] | None,
     log: Log,
 ) -> list[dict[str, Any]]:
     """The rows of the ``rollouts`` table, problem by problem."""
-    from exgrpo_cli.stages.rollout import completion_row, decode
-
-    name, step = asked["policy"], asked["step"]
-    keys = [(pid, sample) for pid in prompts for sample in range(counts[pid])]
+    settings, policy = recipe.evaluate, step.policy(recipe.model.path)
+    asked = [Asked(name, sample) for name in prompts for sample in range(counts[name])]
     requests = [
-        Request(i, prompts[pid], tables.row_seed(recipe.seed, "evaluate", pid, sample))
-        for i, (pid, sample) in enumerate(keys)
+        Request(
+            i,
+            prompts[one.problem_id],
+            tables.row_seed(recipe.seed, "evaluate", one.problem_id, one.sample),
+        )
+        for i, one in enumerate(asked)
     ]
-    sampling = Sampling(asked["temperature"], asked["max_new_tokens"])
+    limit = settings.max_new_tokens or recipe.rollout.max_new_tokens
+    sampling = Sampling(settings.temperature, limit)
     rows: list[dict[str, Any] | None] = [None] * len(requests)
     if engine is None:
         log(f"evaluate: opening {policy}")
-    loaded = open_engine(recipe, policy) if engine is None else engine()
+    loaded = open_engine(recipe, policy) if engine is None else engine(policy)
     try:
-        with progress(f"evaluate {name}", len(requests), log) as advance:
+        with progress(f"evaluate {step.policy_name}", len(requests), log) as advance:
             for completion in loaded.generate(requests, sampling):
-                request = requests[completion.index]
-                pid, sample = keys[completion.index]
-                row = completion_row(
-                    pid,
-                    step,
-                    sample,
-                    "fresh",
-                    name,
-                    request.prompt_ids,
-                    completion,
-                    decode(tokenizer, completion.token_ids),
-                    request.seed,
+                index = completion.index
+                rows[index] = completion_row(
+                    step, asked[index], requests[index], completion, tokenizer, prefix="e"
                 )
-                rows[completion.index] = row | {"rollout_id": f"e{step:05d}/{pid}/{sample:02d}"}
                 advance(1)
     finally:
         if engine is None:

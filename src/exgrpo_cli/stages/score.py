@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, progress, quiet
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.step import Result, Step
 from exgrpo_cli.tables import WHOLE, Shard
 
 if TYPE_CHECKING:
@@ -24,18 +24,13 @@ CANDIDATES_PER_PART = 512
 
 
 def score(
-    *,
-    rollouts: Path,
-    out: Path,
-    policy: str,
-    policy_name: str,
-    step: int,
+    step: Step,
     recipe: Recipe,
-    run: RunDir | None = None,
+    *,
     shard: Shard = WHOLE,
     force: bool = False,
     log: Log = quiet,
-) -> dict[str, Any]:
+) -> Result:
     """Score a step's rollouts, and the stored trajectories of its replay questions.
 
     A forward pass of the training model over prompt and response gives the log-probability of
@@ -44,62 +39,56 @@ def score(
     of the stored trajectories let ``curate`` choose by entropy under the current policy.
 
     Args:
-        rollouts: a folder of parts (or one file) of the ``rollouts`` table.
-        out: folder of the ``scores`` parts: ``part-*`` beside each part of ``rollouts``, and
+        step: reads ``rollouts`` and the policy that sampled them, in a run also ``plan`` and the
+            experience; writes ``scores``: ``part-*`` beside each part of the rollouts, and
             ``replay-*`` for the stored trajectories.
-        policy: the policy that sampled the rollouts.
-        policy_name: goes into the ``policy`` column.
-        step: goes into the ``step`` column.
         recipe: ``score``, ``rollout.temperature`` and ``model``.
-        run: where the step's plan and the experience lie; without it no candidates are scored.
         shard: which parts to do.
         force: score parts again that exist.
         log: gets plain lines.
 
     Returns:
-        Counts: ``parts_done``, ``parts_skipped``, ``rows``, ``candidates``, ``tokens``,
-        ``seconds``, and of them ``compute_seconds`` in forward passes.
+        Parts done and skipped; metrics ``rows``, ``candidates``, ``tokens`` and ``seconds``. What
+        was computed is the forward passes.
 
     Raises:
         InputError: missing or damaged rollouts, or a policy that cannot be opened.
     """
     started = time.monotonic()
+    out, rollouts = step.scores, step.rollouts
     if out.resolve() == rollouts.resolve():
         raise InputError(f"{out}: holds the rollouts; give the scores a folder of their own")
-    result = {"parts_done": 0, "parts_skipped": 0, "rows": 0, "candidates": 0, "tokens": 0}
-    computing = 0.0
-    jobs: list[tuple[Path, Path | pl.DataFrame]] = []
-    for file in tables.parquet_files(rollouts):
-        if shard.has(tables.part_number(file)[0]):
-            jobs.append((out / file.name, file))
-    for number, (target, candidates) in enumerate(_candidate_parts(run, step, out)):
-        if shard.has(number):
-            jobs.append((target, candidates))
+    jobs: list[tuple[Path, Path | pl.DataFrame]] = [
+        (out / file.name, file)
+        for file in tables.parquet_files(rollouts)
+        if shard.has(tables.part_number(file)[0])
+    ]
+    jobs += [job for number, job in enumerate(_candidate_parts(step)) if shard.has(number)]
     todo = [job for job in jobs if force or not job[0].exists()]
-    result["parts_skipped"] = len(jobs) - len(todo)
+    metrics = {"rows": 0, "candidates": 0, "tokens": 0}
+    computing = 0.0
     if todo:
-        head = _open(policy, recipe, log)
-        with progress(f"score step {step}", len(todo), log) as advance:
+        head = _open(step.policy(recipe.model.path), recipe, log)
+        with progress(f"score step {step.number}", len(todo), log) as advance:
             for target, source in todo:
-                is_rollouts = isinstance(source, Path)
-                rows = (
-                    tables.read_table("rollouts", source, ["rollout_id", "prompt_ids", "token_ids"])
-                    if isinstance(source, Path)
-                    else _trajectories(run, source)
-                )
+                if isinstance(source, Path):
+                    columns = ["rollout_id", "prompt_ids", "token_ids"]
+                    rows, kind = tables.read_table("rollouts", source, columns), "rows"
+                else:
+                    rows, kind = _trajectories(step, source), "candidates"
                 began = time.monotonic()
                 scored = _score_rows(head, rows, recipe)
                 computing += time.monotonic() - began
-                table = _table(rows["rollout_id"], scored, policy_name, step)
-                tables.write_table("scores", table, target)
-                result["parts_done"] += 1
-                result["rows" if is_rollouts else "candidates"] += rows.height
-                result["tokens"] += int(rows["token_ids"].list.len().sum())
+                tables.write_table("scores", _table(rows["rollout_id"], scored, step), target)
+                metrics[kind] += rows.height
+                metrics["tokens"] += int(rows["token_ids"].list.len().sum())
                 advance(1)
-    return result | {
-        "compute_seconds": round(computing, 3),
-        "seconds": round(time.monotonic() - started, 3),
-    }
+    return Result(
+        len(todo),
+        len(jobs) - len(todo),
+        metrics=metrics | {"seconds": round(time.monotonic() - started, 3)},
+        compute_seconds=round(computing, 3),
+    )
 
 
 def _open(policy: str, recipe: Recipe, log: Log) -> Head:
@@ -111,31 +100,31 @@ def _open(policy: str, recipe: Recipe, log: Log) -> Head:
     return open_head(load_model(policy, recipe.model, device, training_dtype(recipe, device)))
 
 
-def _candidate_parts(run: RunDir | None, step: int, out: Path) -> list[tuple[Path, pl.DataFrame]]:
+def _candidate_parts(step: Step) -> list[tuple[Path, pl.DataFrame]]:
     """The stored trajectories of the step's replay questions, cut into parts."""
-    if run is None or not run.plan(step).exists() or not run.experience.exists():
+    run = step.run
+    if run is None or not run.plan(step.number).exists() or not run.experience.exists():
         return []
     from exgrpo_cli.experience.choose import replay_candidates
 
-    candidates = replay_candidates(run, step)
+    candidates = replay_candidates(run, step.number)
     if candidates.is_empty():
         return []
     chunks = tables.chunked(candidates.height, CANDIDATES_PER_PART)
     return [
         (
-            out / tables.part_name(i, len(chunks), prefix="replay"),
+            step.scores / tables.part_name(i, len(chunks), prefix="replay"),
             candidates.slice(chunk.start, len(chunk)),
         )
         for i, chunk in enumerate(chunks)
     ]
 
 
-def _trajectories(run: RunDir | None, candidates: pl.DataFrame) -> pl.DataFrame:
+def _trajectories(step: Step, candidates: pl.DataFrame) -> pl.DataFrame:
     from exgrpo_cli.experience.choose import fetch_trajectories
 
-    if run is None:
-        raise InputError("stored trajectories lie in a run directory, and none was given")
-    return fetch_trajectories(run.root, candidates)
+    assert step.run is not None  # only a run has candidates
+    return fetch_trajectories(step.run.root, candidates)
 
 
 def _score_rows(head: Head, rows: pl.DataFrame, recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
@@ -154,16 +143,14 @@ def _score_rows(head: Head, rows: pl.DataFrame, recipe: Recipe) -> list[tuple[Te
         )
 
 
-def _table(
-    names: pl.Series, scored: list[tuple[Tensor, Tensor]], policy_name: str, step: int
-) -> pl.DataFrame:
+def _table(names: pl.Series, scored: list[tuple[Tensor, Tensor]], step: Step) -> pl.DataFrame:
     return tables.frame(
         "scores",
         (
             {
                 "rollout_id": rollout_id,
-                "policy": policy_name,
-                "step": step,
+                "policy": step.policy_name,
+                "step": step.number,
                 "logprobs": logprobs.tolist(),
                 "entropies": entropies.tolist(),
                 "mean_entropy": float(entropies.double().mean()),

@@ -5,40 +5,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.machine import is_first_process
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.tables import row_seed
-from exgrpo_cli.training.batch import Paths, read_groups, with_reference
-from exgrpo_cli.training.metrics import batch_facts, step_metrics, warnings_of
-from exgrpo_cli.training.policy import dtype_to_save, open_policy, save_policy
+from exgrpo_cli.step import Result, Step
+from exgrpo_cli.training.batch import Batch, Group
 
 if TYPE_CHECKING:
     import torch
 
-    from exgrpo_cli.training.update import Group, Terms
+    from exgrpo_cli.training.update import StepResult, Terms
 
 
-def train(
-    *,
-    rollouts: Paths,
-    verdicts: Paths,
-    scores: Paths | None,
-    curated: Paths | None,
-    policy: str,
-    trainer: Path | None,
-    out_policy: Path,
-    out_trainer: Path,
-    step: int,
-    recipe: Recipe,
-    replay_started: bool,
-    force: bool = False,
-    log: Log | None = None,
-) -> dict[str, Any]:
+def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) -> Result:
     """Update the policy of step t on the mixed batch of step t.
 
     The batch: a fresh question's rollouts are a group; a replay question's rollouts and its
@@ -52,234 +36,72 @@ def train(
     is 0: it has no policy gradient. Entropy bonus and KL, where set, still see its tokens.
 
     The result follows from the files and the recipe alone: on a CPU a step that was killed and is
-    run again gives the same bits. ``out_trainer`` is written first, then ``out_policy``, each
-    whole; where ``out_policy`` exists the step is done and nothing is run. Rows of an update that
-    was left out are written to ``skipped.jsonl`` in ``out_trainer``.
+    run again gives the same bits. ``next_trainer`` is written first, then ``next_policy``, each
+    whole; where ``next_policy`` exists the step is done and nothing is run. Rows of an update that
+    was left out are written to ``skipped.jsonl`` in ``next_trainer``.
 
     Under ``torchrun`` this is called in every process; they share the model (FSDP2) and the batch,
     and the first one writes.
 
     Args:
-        rollouts: the step's ``rollouts``, from the policy being trained.
-        verdicts: their ``verdicts``; one for each rollout, and no others.
-        scores: their ``scores`` under that policy, for the old log-probabilities (``replay-*``
-            parts are not read); None: computed here where they are needed.
-        curated: the step's ``curated`` trajectories; None for none.
-        policy: a Hugging Face folder, an adapter folder, or a hub name.
-        trainer: the trainer state that belongs to ``policy``; None starts a fresh optimizer.
-        out_policy: the next policy's folder.
-        out_trainer: the trainer state that belongs to it.
-        step: t.
+        step: reads ``rollouts``, ``verdicts``, ``scores`` (for the old log-probabilities; computed
+            here where there are none), ``curated``, the policy that sampled them and its
+            ``trainer`` (a run's step 0 and loose files without one start a fresh optimizer);
+            writes ``next_policy`` and ``next_trainer``, and in a run the metrics.
         recipe: ``objective``, ``train``, ``lora``, ``model``, ``seed`` and ``rollout``'s
             temperature.
-        replay_started: whether replay is on in this step; decides ``objective.clip = "auto"``.
-        force: train anew where ``out_policy`` exists.
+        force: train anew where ``next_policy`` exists.
         log: gets plain lines.
 
     Returns:
-        Metrics by name; None where there is no finite value.
-
-        - ``train/loss``: mean over the updates of what was minimised.
-        - ``train/on_policy_loss``, ``train/off_policy_loss``, ``train/ratio_mean``,
-          ``train/ratio_max``, ``train/clip_fraction``, ``train/shaped_ratio_mean``,
-          ``train/kl_old``, ``train/kl_replayed``: see
-          :func:`exgrpo_cli.training.objective.summarise`.
-        - ``train/entropy``: token mean, nats. ``train/kl_reference``: token mean of the k3 KL,
-          when ``objective.kl`` is set.
-        - ``train/sampling_logp_difference_mean``, ``..._max``: |engine's minus trainer's
-          log-probability| of fresh tokens; ``train/sampling_ratio_mean``, ``..._std``, ``..._max``:
-          of the ratio trainer / engine; ``train/sampling_capped_share``: where
-          ``objective.sampler_cap`` cut it.
-        - ``train/grad_norm``: mean over updates, before clipping. ``train/updates``,
-          ``train/skipped_updates``, ``train/learning_rate``.
-        - ``train/reward_fresh``, ``train/reward_replay``: mean reward of the rollouts of fresh, of
-          replay questions; ``train/reward_replay_hard`` and so on: by the question's bucket.
-        - ``train/replay_age_mean``, ``..._max``: steps since the replayed trajectories were
-          collected. ``train/truncated_share``: of the rollouts.
-        - ``train/entropy_of_start``: entropy as a share of that of the run's first step.
-        - ``train/warning_entropy``, ``train/warning_ratio``, ``train/warning_groups``: 1 where it
-          looks bad, see :func:`warnings_of`.
-        - ``train/rows``, ``train/replayed_rows``, ``train/groups``,
-          ``train/zero_advantage_groups``, ``train/tokens`` (response tokens of all rows).
-        - ``train/seconds`` (the whole stage), ``train/tokens_per_second`` (of the updates),
-          ``train/peak_memory_mb`` (of the GPU, or of the process).
-
-        Token means are over the rows that were run: those without advantage are left out when
-        neither entropy bonus nor KL needs them. When the step was done before, ``skipped`` is True
-        and its metrics stand beside it, as far as ``out_trainer`` still has them.
+        Done or skipped; metrics ``train/...``, see docs/metrics.md (None where there is no finite
+        value; of a step that was done before, as far as ``next_trainer`` still has them). Notes
+        are warnings.
 
     Raises:
         InputError: bad files, files of different steps or policies, a missing trainer state, or
             settings that cannot train.
     """
+    from exgrpo_cli.models import check_policy, check_tokenizer, resolve_device
     from exgrpo_cli.training import distributed
+    from exgrpo_cli.training.trainer_state import read_trainer
 
     started = time.monotonic()
+    policy, out = step.policy(recipe.model.path), step.next_policy
     with distributed.process_group(recipe.train.device) as device_name:
-        say = (log or quiet) if distributed.rank() == 0 else quiet
-        if distributed.gather(out_policy.exists())[0] and not force:
-            say(f"{out_policy} exists already and is left as it is")
-            from exgrpo_cli.training.trainer_state import read_trainer
-
-            kept = read_trainer(out_trainer)["metrics"] if out_trainer.is_dir() else {}
-            return {"skipped": True, "policy": str(out_policy)} | kept
-        _check_settings(recipe)
-        _check_trainer(trainer, step)
-
-        from exgrpo_cli.models import check_policy, resolve_device
-
+        say = log if distributed.rank() == 0 else quiet
+        if distributed.gather(out.exists())[0] and not force:
+            say(f"{out} exists already and is left as it is")
+            kept = read_trainer(step.next_trainer)["metrics"] if step.next_trainer.is_dir() else {}
+            _record(step, kept, again=True)
+            return Result(skipped=1, metrics=kept)
+        _check_trainer(step)
         check_policy(policy)
+        check_tokenizer(policy)  # or only the next rollout would miss it
         device = resolve_device(device_name)
-        groups = read_groups(rollouts, verdicts, scores, curated, step, recipe)
-        facts = batch_facts(rollouts, verdicts, curated)
-        terms = _terms(recipe, replay_started)
-        with _seeded(row_seed(recipe.seed, "train", step), device):
-            metrics = _train(
-                groups,
-                facts,
-                terms,
-                policy,
-                trainer,
-                out_policy,
-                out_trainer,
-                step,
-                recipe,
-                device,
-                say,
-                started,
-            )
-    return metrics
+        batch = Batch.read(step)
+        work = _Work(step, recipe, policy, device, say)
+        with _seeded(work.seed, device):
+            metrics, notes, seconds = work.train(batch, started)
+    _record(step, metrics)
+    return Result(done=1, metrics=metrics, notes=tuple(notes), compute_seconds=seconds)
 
 
-def _train(
-    groups: list[Group],
-    facts: dict[str, float | None],
-    terms: Terms,
-    policy: str,
-    trainer: Path | None,
-    out_policy: Path,
-    out_trainer: Path,
-    step: int,
-    recipe: Recipe,
-    device: torch.device,
-    log: Log,
-    started: float,
-) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    import torch
-
-    from exgrpo_cli.training import distributed
-    from exgrpo_cli.training import trainer_state as checkpoint
-    from exgrpo_cli.training.head import open_head
-    from exgrpo_cli.training.logprobs import check_rows
-    from exgrpo_cli.training.update import make_optimizer, run_updates
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    if recipe.objective.kl > 0:
-        groups = with_reference(groups, terms, recipe, device, log)
-    ranks = distributed.ranks()
-    where = f"{ranks} processes, {device.type}" if ranks > 1 else str(device)
-    log(f"train step {step}: opening {policy} on {where}")
-    model = open_policy(policy, recipe, device, torch.device("cpu") if ranks > 1 else device)
-    head = open_head(model, distributed.shard(model, device))
-    rows = [row for group in groups for row in group]
-    check_rows(
-        [row.prompt_ids for row in rows],
-        [row.token_ids for row in rows],
-        head.vocabulary,
-        [f"rollout {row.rollout_id}" for row in rows],
-    )
-    optimizer = make_optimizer(model, recipe.train)
-    done = 0
-    notes: dict[str, Any] = {}
-    if trainer is not None and trainer.exists():
-        done = checkpoint.load_trainer(trainer, model, optimizer, step=step)
-        notes = checkpoint.read_trainer(trainer).get("notes", {})
-    log(
-        f"train step {step}: {len(rows)} rows ({sum(row.replayed for row in rows)} replayed) in"
-        f" {len(groups)} groups, clipping {'off' if terms.clip is None else 'on'}"
-    )
-    at = time.monotonic()
-    result = run_updates(
-        head,
-        groups,
-        terms,
-        optimizer,
-        recipe.train,
-        seed=row_seed(recipe.seed, "train", step),
-        done=done,
-        progress=(
-            min(step / recipe.loop.steps, 1.0),
-            min((step + 1) / recipe.loop.steps, 1.0),
-        ),
-        log=lambda line: log(f"train step {step}: {line}"),
-    )
-    seconds = time.monotonic() - at
-    metrics = step_metrics(result, groups, seconds, device) | facts
-    entropy = metrics["train/entropy"]
-    if entropy is not None:
-        notes = {"first_entropy": entropy} | notes
-    metrics |= warnings_of(metrics, notes.get("first_entropy"), log)
-    metrics["train/seconds"] = time.monotonic() - started
-    dtype = dtype_to_save(policy, recipe)
-    checkpoint.save_trainer(
-        out_trainer,
-        model,
-        optimizer,
-        step=step + 1,
-        updates=result.total_updates,
-        masters=dtype != torch.float32,
-        metrics=metrics,
-        notes=notes,
-        skipped=[
-            {"update": one.update, "reason": one.reason, "norm": tables.finite_or_none(one.norm)}
-            | {name: tables.finite_or_none(value) for name, value in asdict(row).items()}
-            for one in result.skipped
-            for row in one.rows
-        ],
-    )
-    if result.skipped:
-        log(f"train step {step}: the rows of skipped updates are in {out_trainer}/skipped.jsonl")
-    save_policy(model, policy, out_policy, dtype, recipe.model)
-    if recipe.train.keep is not None and distributed.rank() == 0:
-        checkpoint.prune_trainers(out_trainer, recipe.train.keep)
-    return metrics
-
-
-def _check_settings(recipe: Recipe) -> None:
-    if recipe.rollout.temperature <= 0:
+def _check_trainer(step: Step) -> None:
+    trainer = step.find("trainer")
+    if trainer is not None and step.number > 0 and not trainer.is_dir():
         raise InputError(
-            "rollout.temperature is 0; training needs sampled rollouts: set it above 0"
-        )
-    if recipe.rollout.top_p != 1.0:
-        raise InputError(
-            f"rollout.top_p is {recipe.rollout.top_p}; it must be 1 in training: cutting the"
-            " distribution biases the ratios"
+            f"{trainer}: no trainer state for step {step.number}; train step {step.number - 1}"
+            " first, or give no trainer state to start the optimizer afresh"
         )
 
 
-def _check_trainer(trainer: Path | None, step: int) -> None:
-    if trainer is not None and step > 0 and not trainer.is_dir():
-        raise InputError(
-            f"{trainer}: no trainer state for step {step}; train step {step - 1} first, or give"
-            " no trainer state to start the optimizer afresh"
-        )
-
-
-def _terms(recipe: Recipe, replay_started: bool) -> Terms:
-    from exgrpo_cli.training.objective import Clip
-    from exgrpo_cli.training.update import Terms
-
-    settings = recipe.objective
-    on = not replay_started if settings.clip == "auto" else settings.clip == "on"
-    return Terms(
-        settings=settings,
-        clip=Clip(settings.clip_low, settings.clip_high) if on else None,
-        length_divisor=recipe.length_divisor,
-        temperature=recipe.rollout.temperature,
-    )
+def _record(step: Step, metrics: dict[str, Any], *, again: bool = False) -> None:
+    """Leave the metrics in the run; of a step that was done before only where they are missing."""
+    if step.run is None or not is_first_process() or "train/loss" not in metrics:
+        return
+    if not (again and step.run.stage_metrics(step.number, "train").exists()):
+        step.run.record(step.number, "train", metrics)
 
 
 @contextlib.contextmanager
@@ -290,3 +112,164 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+class _Work:
+    """One step's training on one device, its settings resolved."""
+
+    def __init__(
+        self, step: Step, recipe: Recipe, policy: str, device: torch.device, log: Log
+    ) -> None:
+        self.step = step
+        self.recipe = recipe
+        self.policy = policy
+        self.device = device
+        self.seed = tables.row_seed(recipe.seed, "train", step.number)
+        self.terms = self._terms()
+        self._log = log
+
+    def say(self, line: str) -> None:
+        self._log(f"train step {self.step.number}: {line}")
+
+    def _terms(self) -> Terms:
+        from exgrpo_cli.training.objective import Clip
+        from exgrpo_cli.training.update import Terms
+
+        settings = self.recipe.objective
+        on = not self._replaying() if settings.clip == "auto" else settings.clip == "on"
+        return Terms(
+            settings=settings,
+            clip=Clip(settings.clip_low, settings.clip_high) if on else None,
+            length_divisor=self.recipe.length_divisor,
+            temperature=self.recipe.rollout.temperature,
+        )
+
+    def _replaying(self) -> bool:
+        """Whether replay is on in the step; decides ``objective.clip = "auto"``."""
+        if self.step.run is None:
+            return self.step.find("curated") is not None
+        from exgrpo_cli.experience.pool import replay_on
+
+        return replay_on(self.step.run, self.step.number)
+
+    def train(self, batch: Batch, started: float) -> tuple[dict[str, Any], list[str], float]:
+        """Open the policy, update it, save it: its metrics, warnings, and seconds of updates."""
+        import torch
+
+        from exgrpo_cli.training import distributed
+        from exgrpo_cli.training import trainer_state as states
+        from exgrpo_cli.training.head import open_head
+        from exgrpo_cli.training.logprobs import check_rows
+        from exgrpo_cli.training.metrics import step_metrics, warnings_of
+        from exgrpo_cli.training.policy import dtype_to_save, open_policy, save_policy
+        from exgrpo_cli.training.update import make_optimizer, run_updates
+
+        recipe, step, device = self.recipe, self.step, self.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        groups = batch.groups(recipe)
+        if recipe.objective.kl > 0:
+            groups = self._with_reference(groups)
+        ranks = distributed.ranks()
+        where = f"{ranks} processes, {device.type}" if ranks > 1 else str(device)
+        self.say(f"opening {self.policy} on {where}")
+        at_first = torch.device("cpu") if ranks > 1 else device
+        model = open_policy(self.policy, recipe, device, at_first)
+        head = open_head(model, distributed.shard(model, device))
+        rows = [row for group in groups for row in group]
+        check_rows(
+            [row.prompt_ids for row in rows],
+            [row.token_ids for row in rows],
+            head.vocabulary,
+            [f"rollout {row.rollout_id}" for row in rows],
+        )
+        optimizer = make_optimizer(model, recipe.train)
+        done = 0
+        remembered: dict[str, Any] = {}
+        trainer = step.find("trainer")
+        if trainer is not None and trainer.exists():
+            done = states.load_trainer(trainer, model, optimizer, step=step.number)
+            remembered = states.read_trainer(trainer).get("notes", {})
+        self.say(
+            f"{len(rows)} rows ({sum(row.replayed for row in rows)} replayed) in {len(groups)}"
+            f" groups, clipping {'off' if self.terms.clip is None else 'on'}"
+        )
+        at = time.monotonic()
+        steps = recipe.loop.steps
+        result = run_updates(
+            head,
+            groups,
+            self.terms,
+            optimizer,
+            recipe.train,
+            seed=self.seed,
+            done=done,
+            progress=(min(step.number / steps, 1.0), min((step.number + 1) / steps, 1.0)),
+            log=self.say,
+        )
+        seconds = time.monotonic() - at
+        metrics = step_metrics(result, groups, seconds, device) | batch.facts()
+        if metrics["train/entropy"] is not None:
+            remembered = {"first_entropy": metrics["train/entropy"]} | remembered
+        flags, warnings = warnings_of(metrics, remembered.get("first_entropy"))
+        for line in warnings:
+            self._log(f"warning: {line}")
+        metrics |= flags
+        metrics["train/seconds"] = time.monotonic() - started
+        dtype = dtype_to_save(self.policy, recipe)
+        states.save_trainer(
+            step.next_trainer,
+            model,
+            optimizer,
+            step=step.number + 1,
+            updates=result.total_updates,
+            masters=dtype != torch.float32,
+            metrics=metrics,
+            notes=remembered,
+            skipped=_skipped_rows(result),
+        )
+        notes = [f"warning: {line}" for line in warnings]
+        if result.skipped:
+            skipped = f"the rows of skipped updates are in {step.next_trainer}/skipped.jsonl"
+            self.say(skipped)
+            notes += [f"train step {step.number}: {line}" for line in (*result.said, skipped)]
+        save_policy(model, self.policy, step.next_policy, dtype, recipe.model)
+        if recipe.train.keep is not None and distributed.rank() == 0:
+            states.prune_trainers(step.next_trainer, recipe.train.keep)
+        return metrics, notes, seconds
+
+    def _with_reference(self, groups: list[Group]) -> list[Group]:
+        """Every row with its log-probabilities under the reference policy."""
+        from exgrpo_cli.models import load_model, resolve_dtype
+        from exgrpo_cli.training.logprobs import score_sequences
+        from exgrpo_cli.training.update import autocast
+
+        recipe, device = self.recipe, self.device
+        path = recipe.objective.reference or recipe.model.path
+        if not path:
+            raise InputError(
+                "objective.kl needs a reference: set objective.reference or model.path"
+            )
+        self.say(f"scoring the batch under the reference policy {path}")
+        model = load_model(path, recipe.model, device, resolve_dtype(recipe.model.dtype, device))
+        rows = [row for group in groups for row in group]
+        with autocast(device, recipe.train.autocast):
+            scored = score_sequences(
+                model,
+                [row.prompt_ids for row in rows],
+                [row.token_ids for row in rows],
+                self.terms.temperature,
+                recipe.train.tokens_per_microbatch,
+            )
+        found = iter(scored)
+        return [[replace(row, reference=next(found)[0]) for row in group] for group in groups]
+
+
+def _skipped_rows(result: StepResult) -> list[dict[str, Any]]:
+    """The rows of updates that were left out, to find the one that spoilt it."""
+    return [
+        {"update": one.update, "reason": one.reason, "norm": tables.finite_or_none(one.norm)}
+        | {name: tables.finite_or_none(value) for name, value in asdict(row).items()}
+        for one in result.skipped
+        for row in one.rows
+    ]

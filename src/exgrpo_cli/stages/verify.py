@@ -9,14 +9,16 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.step import Result, Step
 from exgrpo_cli.verifiers import STATUSES, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
 from exgrpo_cli.verifiers.reward import overlong, well_formed
@@ -30,20 +32,19 @@ if TYPE_CHECKING:
 _ROWS_READ = 512
 _ROWS_JUDGED = 16_384  # at once; enough that the workers rarely wait for the last one
 _BYTES_JUDGED = 64 * 2**20  # of texts held for them
+_UNJUDGED = ("unparsable", "timeout", "error")
 
 
 def verify(
-    rollouts: Path | Sequence[Path],
-    problems: Path,
-    out: Path,
+    step: Step,
     recipe: Recipe,
     *,
     shard: tables.Shard = tables.WHOLE,
     force: bool = False,
+    log: Log = quiet,
     verifier: str | None = None,
     pool: Pool | None = None,
-    log: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Judge rollouts: one ``verdicts`` part for each ``rollouts`` part, row for row in its order.
 
     A part whose verdicts exist is skipped, so a killed run goes on where it stopped. Memory stays
@@ -55,54 +56,57 @@ def verify(
     :mod:`exgrpo_cli.verifiers.reward`). ``correct`` is the verifier's alone.
 
     Args:
-        rollouts: a folder of parts, a file, or several of either.
-        problems: the ``problems`` table.
-        out: the folder for the verdicts; or, for one rollouts file, a ``.parquet`` file.
+        step: reads ``rollouts`` and ``problems``, writes ``verdicts``: a folder of parts or, for
+            one rollouts file, a ``.parquet`` file.
         recipe: its ``verify`` section; ``rollout.max_new_tokens`` for the length penalty.
         shard: judge only the parts of this shard.
         force: judge again what is there already.
+        log: takes one-line messages.
         verifier: judges all rollouts, whatever the problems say; None: each problem's own.
         pool: workers to use, see :func:`open_pool`; by default they are started here, and ended.
-        log: takes one-line messages.
 
     Returns:
-        ``rows`` judged now, ``correct``, ``by_status`` (count by status), ``parts_done``,
-        ``parts_skipped``, ``seconds``.
+        Parts done and skipped; metrics ``rows`` judged now, ``correct``, ``by_status`` (count by
+        status) and ``seconds``. What was computed is the time of the workers, shared among them.
 
     Raises:
         InputError: a table that does not fit its schema, a rollout of a problem that is not in
             ``problems``, an unknown verifier, a user's function that cannot be loaded.
         StageError: worker processes cannot be started.
     """
-    say = log or (lambda _: None)
+    from exgrpo_cli.verifiers.pool import default_workers
+
     began = time.monotonic()
-    targets = _targets(rollouts, out)
-    golds = _read_golds(problems, verifier)
+    targets = _targets(step.rollouts, step.verdicts)
+    golds = _read_golds(step.problems, verifier)
     mine = [(file, target) for file, target in targets if shard.has(tables.part_number(file)[0])]
     todo = [(file, target) for file, target in mine if force or not target.exists()]
-    total = {"rows": 0, "correct": 0}
-    by_status = dict.fromkeys(STATUSES, 0)
+    total = _Counts()
     with (
         contextlib.nullcontext(pool) if pool is not None else open_pool(recipe) as judges,
         _reader() as con,
     ):
         judges.forget_timeouts()
         for file, target in todo:
-            part = _Counts(dict.fromkeys(STATUSES, 0))
-            _write(_judge_part(con, file, golds, problems, recipe, judges, part), target)
-            total["rows"] += part.rows
-            total["correct"] += part.correct
-            for status, count in part.by_status.items():
-                by_status[status] += count
+            part = _Counts()
+            _write(_judge_part(con, file, golds, step.problems, recipe, judges, part), target)
+            total.add(part)
             others = [f"{n} {s}" for s, n in part.by_status.items() if n and s != "ok"]
             words = f" ({', '.join(others)})" if others else ""
-            say(f"{target}: {part.correct} of {part.rows} correct{words}")
-    return total | {
-        "by_status": by_status,
-        "parts_done": len(todo),
-        "parts_skipped": len(mine) - len(todo),
-        "seconds": time.monotonic() - began,
-    }
+            log(f"{target}: {part.correct} of {part.rows} correct{words}")
+    unjudged = [f"{n} {s}" for s, n in total.by_status.items() if n and s in _UNJUDGED]
+    return Result(
+        len(todo),
+        len(mine) - len(todo),
+        metrics={
+            "rows": total.rows,
+            "correct": total.correct,
+            "by_status": total.by_status,
+            "seconds": time.monotonic() - began,
+        },
+        notes=(f"of {total.rows} verdicts {', '.join(unjudged)}",) if unjudged else (),
+        compute_seconds=total.seconds / (recipe.verify.workers or default_workers()),
+    )
 
 
 def open_pool(recipe: Recipe) -> Pool:
@@ -113,37 +117,33 @@ def open_pool(recipe: Recipe) -> Pool:
     return Pool(settings.workers, settings.timeout, settings.memory_mb)
 
 
-def refuse_errors(judged: Mapping[str, Any], out: Path) -> None:
+def refuse_errors(judged: Result, verdicts: Path) -> None:
     """Stop where nothing could be judged: it would pass for a policy that solves nothing.
 
     Args:
         judged: what :func:`verify` returned.
-        out: where its verdicts are.
+        verdicts: where its verdicts are.
 
     Raises:
         StageError: every verdict that was made is an error.
     """
-    if judged["rows"] and judged["by_status"]["error"] == judged["rows"]:
+    rows = judged.metrics["rows"]
+    if rows and judged.metrics["by_status"]["error"] == rows:
         raise StageError(
-            f"{out}: every verdict is an error; verify with --explain ROLLOUT_ID says why, and with"
-            " --force judges again"
+            f"{verdicts}: every verdict is an error; verify with --explain ROLLOUT_ID says why, and"
+            " with --force judges again"
         )
 
 
 def explain(
-    rollouts: Path | Sequence[Path],
-    problems: Path,
-    rollout_id: str,
-    recipe: Recipe,
-    verifier: str | None = None,
+    step: Step, recipe: Recipe, rollout_id: str, verifier: str | None = None
 ) -> dict[str, Any]:
     """Judge one rollout afresh and say how its answers were understood.
 
     Args:
-        rollouts: a folder of parts, a file, or several of either.
-        problems: the ``problems`` table.
-        rollout_id: which.
+        step: reads ``rollouts`` and ``problems``.
         recipe: as for :func:`verify`.
+        rollout_id: which.
         verifier: as for :func:`verify`.
 
     Returns:
@@ -157,9 +157,9 @@ def explain(
     """
     from exgrpo_cli.verifiers.pool import Pool
 
-    roots = [rollouts] if isinstance(rollouts, Path) else list(rollouts)
+    problems = step.problems
     golds = _read_golds(problems, verifier)
-    for file in (file for root in roots for file in tables.parquet_files(root)):
+    for file in tables.parquet_files(step.rollouts):
         identifiers = tables.read_table("rollouts", file, ["rollout_id"])["rollout_id"]
         index = (identifiers == rollout_id).arg_max() if identifiers.len() else None
         if index is None or identifiers[index] != rollout_id:
@@ -184,14 +184,12 @@ def explain(
             "why": verdict.why,
             "response_end": row["text"][-300:],
         }
-    where = ", ".join(str(root) for root in roots)
-    raise InputError(f"{where}: no rollout {rollout_id!r} here")
+    raise InputError(f"{step.rollouts}: no rollout {rollout_id!r} here")
 
 
-def _targets(rollouts: Path | Sequence[Path], out: Path) -> list[tuple[Path, Path]]:
+def _targets(rollouts: Path, out: Path) -> list[tuple[Path, Path]]:
     """Each rollouts file with the file for its verdicts."""
-    roots = [rollouts] if isinstance(rollouts, Path) else list(rollouts)
-    files = [file for root in roots for file in tables.parquet_files(root)]
+    files = tables.parquet_files(rollouts)
     if out.suffix == ".parquet" and not out.is_dir():
         if len(files) != 1:
             raise InputError(
@@ -201,13 +199,9 @@ def _targets(rollouts: Path | Sequence[Path], out: Path) -> list[tuple[Path, Pat
         targets = [(files[0], out)]
     else:
         targets = [(file, out / file.name) for file in files]
-    names: dict[Path, Path] = {}
     for file, target in targets:
         if target.exists() and target.samefile(file):
             raise InputError(f"{out}: the verdicts would lie upon the rollouts; give another --out")
-        if target in names:
-            raise InputError(f"{names[target]} and {file} have the same name; verify them apart")
-        names[target] = file
     return targets
 
 
@@ -332,9 +326,18 @@ def _extra_reward(row: dict[str, Any], recipe: Recipe) -> float:
 class _Counts:
     """What a part held."""
 
-    by_status: dict[str, int]
     rows: int = 0
     correct: int = 0
+    seconds: float = 0.0
+    """In the workers."""
+    by_status: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STATUSES, 0))
+
+    def add(self, other: _Counts) -> None:
+        self.rows += other.rows
+        self.correct += other.correct
+        self.seconds += other.seconds
+        for status, count in other.by_status.items():
+            self.by_status[status] += count
 
 
 def _judge_part(
@@ -366,6 +369,7 @@ def _judge(waiting: Sequence[tuple[str, float, Job]], pool: Pool, counts: _Count
         counts.rows += 1
         counts.correct += verdict.correct
         counts.by_status[verdict.status] += 1
+        counts.seconds += verdict.seconds
         rows.append(
             {
                 "rollout_id": rollout_id,

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.tables.files import atomic_path
 
 if TYPE_CHECKING:
@@ -84,5 +84,5 @@ def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str
         try:
             return named_rows(cursor.execute(sql, dict(parameters)))
         except duckdb.Error as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise InputError(f"{where}: cannot be read as tables of a run: {reason}") from error

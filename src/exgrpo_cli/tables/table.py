@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.tables.files import atomic_path
 from exgrpo_cli.tables.parts import parquet_files
 from exgrpo_cli.tables.schemas import EQUAL_LENGTHS, SCHEMAS, polars_schema
@@ -68,7 +68,7 @@ def read_table(
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = first_line(error)
     return f"{path}: not a readable Parquet file (truncated or damaged?): {reason}"
 
 

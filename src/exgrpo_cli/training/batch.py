@@ -4,213 +4,284 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.progress import Log
-from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.recipe import ObjectiveSettings, Recipe
 
 if TYPE_CHECKING:
     import polars as pl
+    from torch import Tensor
+
+    from exgrpo_cli.step import Step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response of the mixed batch."""
+
+    rollout_id: str
+    prompt_ids: Sequence[int] | Tensor
+    """``[prompt]`` int32."""
+    token_ids: Sequence[int] | Tensor
+    """``[tokens]`` int32."""
+    advantage: float
+    replayed: bool
+    old: Tensor | None
+    """``[tokens]`` float32 on the CPU, nats: log-probabilities under the sampling policy, or those
+    recorded with a replayed trajectory; None where the trainer has to compute them."""
+    sampler: Tensor | None = None
+    """``[tokens]``, as the rollout engine reported them; None for replayed rows."""
+    reference: Tensor | None = None
+    """``[tokens]`` under the reference policy of the KL term."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model is run on."""
+        return len(self.prompt_ids) + len(self.token_ids) - 1
+
+
+Group = list[Row]
+"""The rows of one question in one role; advantages were taken over them together."""
+
+
+def list_rows(column: pl.Series) -> list[Tensor]:
+    """A column of lists as tensors that share one buffer: no number becomes a Python object."""
     import torch
 
-    from exgrpo_cli.training.update import Group, Row, Terms
+    sizes = column.list.len().to_list()
+    flat = column.filter(column.list.len() > 0).explode()
+    values = torch.from_numpy(flat.to_numpy(writable=True))
+    return list(torch.split(values, sizes)) if sizes else []
 
 
-Paths = Path | Sequence[Path]
-"""A file, a folder of parts, or several of either."""
+@dataclass(frozen=True)
+class Batch:
+    """The tables of a training step, each read once, checked, and belonging together."""
 
+    rollouts: pl.DataFrame
+    """With ``reward``, in the order of the files."""
+    old: pl.DataFrame | None
+    """``rollout_id`` and ``logprobs`` under the policy that sampled; None where not scored."""
+    curated: pl.DataFrame | None
+    """The replayed trajectories, by question; None for none."""
+    where: str
+    """The rollouts' place, for messages."""
 
-def with_reference(
-    groups: list[Group], terms: Terms, recipe: Recipe, device: torch.device, log: Log
-) -> list[Group]:
-    """Every row with its log-probabilities under the reference policy."""
-    from exgrpo_cli.models import load_model, resolve_dtype
-    from exgrpo_cli.training.logprobs import score_sequences
-    from exgrpo_cli.training.update import autocast
+    @classmethod
+    def read(cls, step: Step) -> Batch:
+        """Read a step's ``rollouts``, ``verdicts``, and where there are any ``scores`` and
+        ``curated``.
 
-    path = recipe.objective.reference or recipe.model.path
-    if not path:
-        raise InputError("objective.kl needs a reference: set objective.reference or model.path")
-    log(f"scoring the batch under the reference policy {path}")
-    model = load_model(path, recipe.model, device, resolve_dtype(recipe.model.dtype, device))
-    rows = [row for group in groups for row in group]
-    with autocast(device, recipe.train.autocast):
-        scored = score_sequences(
-            model,
-            [row.prompt_ids for row in rows],
-            [row.token_ids for row in rows],
-            terms.temperature,
-            recipe.train.tokens_per_microbatch,
+        Raises:
+            InputError: files that are damaged, or of different steps, policies or divisions.
+        """
+        name = str(step.rollouts)
+        rollouts = _read_rollouts(step.rollouts, step.number)
+        rewards = _read_rewards(step.verdicts, rollouts, name)
+        scores, curated = step.find("scores"), step.find("curated")
+        if step.run is not None and "scores" not in step.given and not step.scores.is_dir():
+            scores = None
+        return cls(
+            rollouts.join(rewards, on="rollout_id", how="left", maintain_order="left"),
+            None if scores is None else _read_scores(scores, rollouts, step.number, name),
+            None if curated is None else _read_curated(curated, step.number),
+            name,
         )
-    found = iter(scored)
-    return [[replace(row, reference=next(found)[0]) for row in group] for group in groups]
 
+    def groups(self, recipe: Recipe) -> list[Group]:
+        """The groups with their advantages, in an order that does not depend on parts.
 
-def _named(paths: Paths) -> str:
-    return str(paths) if isinstance(paths, Path) else ", ".join(str(path) for path in paths)
+        A fresh question's rollouts are a group; a replay question's rollouts and its trajectory
+        (first) are a group whose advantages come from all its rewards together.
 
+        Args:
+            recipe: ``objective``, and ``rollout.samples``: with one alone there are no rollouts
+                beside the replayed trajectory.
 
-def read_groups(
-    rollouts: Paths,
-    verdicts: Paths,
-    scores: Paths | None,
-    curated: Paths | None,
-    step: int,
-    recipe: Recipe,
-) -> list[Group]:
-    """The mixed batch: groups in an order that does not depend on parts, advantages set."""
-    import torch
+        Raises:
+            InputError: a trajectory of a question that has no replay rollouts.
+        """
+        members: dict[tuple[str, str], list[tuple[Row, float]]] = {}
+        for row, key, reward in self._fresh():
+            members.setdefault(key, []).append((row, reward))
+        for row, key, reward in self._replayed():
+            if key not in members and recipe.rollout.samples > 1:
+                raise InputError(
+                    f"question {key[0]} has a curated trajectory ({row.rollout_id}) but no replay"
+                    f" rollouts in {self.where}; they are of different plans"
+                )
+            members.setdefault(key, []).insert(0, (row, reward))
+        return self._with_advantages([members[key] for key in sorted(members)], recipe.objective)
 
-    from exgrpo_cli.training.objective import group_advantages
-    from exgrpo_cli.training.update import Row
-
-    silent = recipe.objective.truncated == "zero_advantage"
-    fresh = _read_rollouts(rollouts, step, ["finish_reason"] if silent else [])
-    cut = fresh.filter(fresh["finish_reason"] == "length")["rollout_id"].to_list() if silent else []
-    truncated = set(cut)
-    rewards = _read_rewards(verdicts, fresh["rollout_id"].to_list(), rollouts)
-    old = {} if scores is None else _read_scores(scores, fresh, step, rollouts)
-    past = [] if curated is None else _read_curated(curated, step)
-
-    members: dict[tuple[str, str], list[tuple[Row, float]]] = {}
-    for row in fresh.sort("problem_id", "role", "sample").iter_rows(named=True):
-        logprobs = old.get(row["rollout_id"])
-        member = Row(
-            rollout_id=row["rollout_id"],
-            prompt_ids=row["prompt_ids"],
-            token_ids=row["token_ids"],
-            advantage=0.0,
-            replayed=False,
-            old=None if logprobs is None else torch.tensor(logprobs, dtype=torch.float32),
-            sampler=torch.tensor(row["logprobs"], dtype=torch.float32),
-        )
-        group = members.setdefault((row["problem_id"], row["role"]), [])
-        group.append((member, rewards[row["rollout_id"]]))
-    for row in past:
-        key = (row["problem_id"], "replay")
-        if key not in members and recipe.rollout.samples > 1:
-            assert curated is not None
-            raise InputError(
-                f"{_named(curated)}: question {row['problem_id']} has a curated trajectory but no"
-                f" replay rollouts in {_named(rollouts)}; they are of different plans"
+    def _fresh(self) -> list[tuple[Row, tuple[str, str], float]]:
+        rows = self.rollouts.sort("problem_id", "role", "sample")
+        old = {} if self.old is None else _by_rollout(self.old)
+        return [
+            (Row(rollout_id, prompt, tokens, 0.0, False, old.get(rollout_id), sampler), key, reward)
+            for rollout_id, prompt, tokens, sampler, key, reward in zip(
+                rows["rollout_id"],
+                list_rows(rows["prompt_ids"]),
+                list_rows(rows["token_ids"]),
+                list_rows(rows["logprobs"]),
+                zip(rows["problem_id"], rows["role"], strict=True),
+                rows["reward"],
+                strict=True,
             )
-        member = Row(
-            rollout_id=row["rollout_id"],
-            prompt_ids=row["prompt_ids"],
-            token_ids=row["token_ids"],
-            advantage=0.0,
-            replayed=True,
-            old=torch.tensor(row["logprobs"], dtype=torch.float32),
-        )
-        members.setdefault(key, []).insert(0, (member, row["reward"]))
-
-    ordered = [members[key] for key in sorted(members)]
-    values = torch.tensor([r for group in ordered for _, r in group], dtype=torch.float64)
-    index = torch.tensor([i for i, group in enumerate(ordered) for _ in group])
-    advantages = iter(group_advantages(values, index, recipe.objective.divide_by_std).tolist())
-    groups = [[replace(row, advantage=next(advantages)) for row, _ in group] for group in ordered]
-    return [
-        [
-            replace(row, advantage=0.0) if row.rollout_id in truncated and not row.replayed else row
-            for row in group
         ]
-        for group in groups
-    ]
+
+    def _replayed(self) -> list[tuple[Row, tuple[str, str], float]]:
+        if self.curated is None or self.curated.is_empty():
+            return []
+        rows = self.curated
+        return [
+            (Row(rollout_id, prompt, tokens, 0.0, True, old), (problem, "replay"), reward)
+            for rollout_id, prompt, tokens, old, problem, reward in zip(
+                rows["rollout_id"],
+                list_rows(rows["prompt_ids"]),
+                list_rows(rows["token_ids"]),
+                list_rows(rows["logprobs"]),
+                rows["problem_id"],
+                rows["reward"],
+                strict=True,
+            )
+        ]
+
+    def _with_advantages(
+        self, members: list[list[tuple[Row, float]]], objective: ObjectiveSettings
+    ) -> list[Group]:
+        import torch
+
+        from exgrpo_cli.training.objective import group_advantages
+
+        values = torch.tensor([r for group in members for _, r in group], dtype=torch.float64)
+        index = torch.tensor([i for i, group in enumerate(members) for _ in group])
+        advantages = iter(group_advantages(values, index, objective.divide_by_std).tolist())
+        silent: set[str] = set()
+        if objective.truncated == "zero_advantage":
+            cut = self.rollouts["finish_reason"] == "length"
+            silent = set(self.rollouts.filter(cut)["rollout_id"])
+
+        def advantage(row: Row) -> float:
+            value = float(next(advantages))
+            return 0.0 if row.rollout_id in silent and not row.replayed else value
+
+        return [[replace(row, advantage=advantage(row)) for row, _ in group] for group in members]
+
+    def facts(self) -> dict[str, float | None]:
+        """Metrics of the batch itself: rewards by role and bucket, replay age, truncation."""
+        import polars as pl
+
+        rows = self.rollouts
+        again = rows.filter(pl.col("role") == "replay")
+        facts: dict[str, Any] = {
+            "truncated_share": (rows["finish_reason"] == "length").mean(),
+            "reward_fresh": rows.filter(pl.col("role") == "fresh")["reward"].mean(),
+            "reward_replay": again["reward"].mean(),
+        }
+        if self.curated is not None:
+            ages = self.curated["step"] - self.curated["collected_step"]
+            facts |= {"replay_age_mean": ages.mean(), "replay_age_max": ages.max()}
+            of_bucket = again.join(self.curated.select("problem_id", "bucket"), on="problem_id")
+            for bucket, chosen in of_bucket.group_by("bucket"):
+                facts[f"reward_replay_{bucket[0]}"] = chosen["reward"].mean()
+        return {f"train/{name}": None if v is None else float(v) for name, v in facts.items()}
 
 
-def _read_rollouts(paths: Paths, step: int, also: Sequence[str] = ()) -> pl.DataFrame:
+def _by_rollout(data: pl.DataFrame) -> dict[str, Tensor]:
+    return dict(zip(data["rollout_id"], list_rows(data["logprobs"]), strict=True))
+
+
+def _read_rollouts(path: Path, step: int) -> pl.DataFrame:
     columns = [
         "rollout_id", "step", "problem_id", "sample", "role", "policy", "prompt_ids", "token_ids",
-        "logprobs", *also,
+        "logprobs", "finish_reason",
     ]  # fmt: skip
-    data = tables.read_table("rollouts", paths, columns)
-    name = _named(paths)
+    data = tables.read_table("rollouts", path, columns)
     if data.is_empty():
-        raise InputError(f"{name}: no rollouts; there is nothing to train on")
-    _refuse_repeats(data, ["rollout_id"], name)
-    _refuse_other_steps(data, step, name)
+        raise InputError(f"{path}: no rollouts; there is nothing to train on")
+    _refuse_repeats(data, ["rollout_id"], path)
+    _refuse_other_steps(data, step, path)
     policies = data["policy"].unique().sort().to_list()
     if len(policies) > 1:
         raise InputError(
-            f"{name}: rollouts of the policies {policies[0]} and {policies[1]} lie together"
+            f"{path}: rollouts of the policies {policies[0]} and {policies[1]} lie together"
         )
     return data
 
 
-def _read_rewards(paths: Paths, ids: list[str], rollouts: Paths) -> dict[str, float]:
-    data = tables.read_table("verdicts", paths, ["rollout_id", "reward"])
-    name = _named(paths)
-    _refuse_repeats(data, ["rollout_id"], name)
-    rewards = dict(zip(data["rollout_id"].to_list(), data["reward"].to_list(), strict=True))
-    known = set(ids)
-    for rollout_id in ids:
-        if rollout_id not in rewards:
-            raise InputError(
-                f"{name}: no verdict on rollout {rollout_id} of {_named(rollouts)}; run verify"
-            )
-    for rollout_id, reward in rewards.items():
-        if rollout_id not in known:
-            raise InputError(
-                f"{name}: a verdict on rollout {rollout_id}, which is not in {_named(rollouts)};"
-                " they are of different steps or runs"
-            )
+def _read_rewards(path: Path, rollouts: pl.DataFrame, where: str) -> pl.DataFrame:
+    data = tables.read_table("verdicts", path, ["rollout_id", "reward"])
+    _refuse_repeats(data, ["rollout_id"], path)
+    unjudged = rollouts.join(data, on="rollout_id", how="anti", maintain_order="left")
+    if not unjudged.is_empty():
+        raise InputError(
+            f"{path}: no verdict on rollout {unjudged['rollout_id'][0]} of {where}; run verify"
+        )
+    unknown = data.join(rollouts, on="rollout_id", how="anti", maintain_order="left")
+    if not unknown.is_empty():
+        raise InputError(
+            f"{path}: a verdict on rollout {unknown['rollout_id'][0]}, which is not in {where};"
+            " they are of different steps or runs"
+        )
+    for rollout_id, reward in data.iter_rows():
         if not math.isfinite(reward):
-            raise InputError(f"{name}: the reward of rollout {rollout_id} is {reward}")
-    return rewards
+            raise InputError(f"{path}: the reward of rollout {rollout_id} is {reward}")
+    return data
 
 
-def _read_scores(
-    paths: Paths, rollouts: pl.DataFrame, step: int, rollouts_path: Paths
-) -> dict[str, list[float]]:
-    """Log-probabilities of the rollouts under the policy that sampled them, by rollout."""
-    roots = [paths] if isinstance(paths, Path) else list(paths)
-    files = [file for root in roots for file in tables.parquet_files(root)]
-    files = [file for file in files if not file.name.startswith("replay-")]
+def _read_scores(path: Path, rollouts: pl.DataFrame, step: int, where: str) -> pl.DataFrame:
+    """Log-probabilities of the rollouts under the policy that sampled them."""
+    files = [file for file in tables.parquet_files(path) if not file.name.startswith("replay-")]
     data = tables.read_table("scores", files, ["rollout_id", "policy", "step", "logprobs"])
-    name = _named(paths)
-    data = data.filter(data["rollout_id"].is_in(rollouts["rollout_id"].to_list()))
-    _refuse_repeats(data, ["rollout_id", "policy"], name)
-    own = data.filter(data["policy"] == rollouts["policy"][0])
-    found = dict(zip(own["rollout_id"].to_list(), own["logprobs"].to_list(), strict=True))
-    for rollout_id, token_ids in rollouts.select("rollout_id", "token_ids").iter_rows():
-        if rollout_id not in found:
+    data = data.join(rollouts.select("rollout_id"), on="rollout_id", how="semi")
+    _refuse_repeats(data, ["rollout_id", "policy"], path)
+    policy = rollouts["policy"][0]
+    own = data.filter(data["policy"] == policy).select("rollout_id", "logprobs")
+    sizes = dict(zip(own["rollout_id"], own["logprobs"].list.len(), strict=True))
+    for rollout_id, tokens in zip(
+        rollouts["rollout_id"], rollouts["token_ids"].list.len(), strict=True
+    ):
+        if rollout_id not in sizes:
             raise InputError(
-                f"{name}: no score of rollout {rollout_id} under its policy"
-                f" {rollouts['policy'][0]}; run score for step {step}, or train without scores"
+                f"{path}: no score of rollout {rollout_id} under its policy {policy}; run score for"
+                f" step {step}, or train without scores"
             )
-        if len(found[rollout_id]) != len(token_ids):
+        if sizes[rollout_id] != tokens:
             raise InputError(
-                f"{name}: rollout {rollout_id} has {len(found[rollout_id])} logprobs, but"
-                f" {len(token_ids)} tokens in {_named(rollouts_path)}; run score again"
+                f"{path}: rollout {rollout_id} has {sizes[rollout_id]} logprobs, but {tokens}"
+                f" tokens in {where}; run score again"
             )
-    return found
+    return own
 
 
-def _read_curated(paths: Paths, step: int) -> list[dict[str, Any]]:
-    columns = ["step", "problem_id", "rollout_id", "prompt_ids", "token_ids", "logprobs", "reward"]
-    data = tables.read_table("curated", paths, columns)
-    _refuse_other_steps(data, step, _named(paths))
-    _refuse_repeats(data, ["problem_id"], _named(paths))
-    return data.sort("problem_id").to_dicts()
+def _read_curated(path: Path, step: int) -> pl.DataFrame:
+    columns = [
+        "step", "problem_id", "rollout_id", "prompt_ids", "token_ids", "logprobs", "reward",
+        "bucket", "collected_step",
+    ]  # fmt: skip
+    data = tables.read_table("curated", path, columns)
+    _refuse_other_steps(data, step, path)
+    _refuse_repeats(data, ["problem_id"], path)
+    return data.sort("problem_id")
 
 
-def _refuse_repeats(data: pl.DataFrame, columns: list[str], name: str) -> None:
+def _refuse_repeats(data: pl.DataFrame, columns: list[str], path: Path) -> None:
     repeated = data.filter(data.select(columns).is_duplicated())
     if not repeated.is_empty():
         raise InputError(
-            f"{name}: {columns[0]} {repeated[columns[0]][0]} is there more than once; are parts of"
+            f"{path}: {columns[0]} {repeated[columns[0]][0]} is there more than once; are parts of"
             " two divisions lying together?"
         )
 
 
-def _refuse_other_steps(data: pl.DataFrame, step: int, name: str) -> None:
+def _refuse_other_steps(data: pl.DataFrame, step: int, path: Path) -> None:
     other = data.filter(data["step"] != step)
     if not other.is_empty():
         raise InputError(
-            f"{name}: rollout {other['rollout_id'][0]} is of step {other['step'][0]}, not of step"
+            f"{path}: rollout {other['rollout_id'][0]} is of step {other['step'][0]}, not of step"
             f" {step}"
         )

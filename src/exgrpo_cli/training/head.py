@@ -114,7 +114,7 @@ def _packed_attention(head: Head, inner: Any) -> str:
     if own not in ("sdpa", *_FLASH):
         return ""
     rows = [[1, 2, 3, 1, 2], [3, 1]]
-    ids = [[token % head.vocabulary for token in row] for row in rows]
+    ids = [torch.tensor(row).remainder(head.vocabulary) for row in rows]
     with evaluating(head.model), torch.no_grad():
         alone = head.run(lambda: torch.cat([model_outputs(head, [row], "") for row in ids]))
         name = own
@@ -194,12 +194,12 @@ def packed_sdpa(
     return torch.cat(outputs).unsqueeze(0), None
 
 
-def model_outputs(head: Head, rows: Sequence[Sequence[int]], packed: str) -> Tensor:
+def model_outputs(head: Head, rows: Sequence[Tensor], packed: str) -> Tensor:
     """Final hidden states (or logits, where there is no decoder) of every position of every row.
 
     Args:
         head: the model.
-        rows: token ids; not empty.
+        rows: ``[tokens]`` ids of each; not empty.
         packed: see :class:`Head`; else the rows are padded on the right. No attention mask is
             given: attention is causal and the padding comes last, so no token sees it.
 
@@ -209,9 +209,9 @@ def model_outputs(head: Head, rows: Sequence[Sequence[int]], packed: str) -> Ten
     device = next(head.model.parameters()).device
     options: dict[str, Any] = {}
     if packed:
-        ids = [[token for row in rows for token in row]]
-        places = [place for row in rows for place in range(len(row))]
-        options["position_ids"] = torch.tensor([places], device=device)
+        ids = torch.cat(list(rows)).unsqueeze(0)
+        places = torch.cat([torch.arange(len(row)) for row in rows])
+        options["position_ids"] = places.unsqueeze(0).to(device)
         bounds = [0, *itertools.accumulate(len(row) for row in rows)]
         if packed == _PACKED_SDPA:
             options["sequence_bounds"] = bounds
@@ -221,9 +221,8 @@ def model_outputs(head: Head, rows: Sequence[Sequence[int]], packed: str) -> Ten
             longest = max(len(row) for row in rows)
             options |= {"max_length_q": longest, "max_length_k": longest}
     else:
-        width = max(len(row) for row in rows)
-        ids = [[*row, *[0] * (width - len(row))] for row in rows]
-    input_ids = torch.tensor(ids, device=device)
+        ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    input_ids = ids.to(device, torch.long)
     if head.decoder is None:
         values = head.model(input_ids=input_ids, use_cache=False, **options).logits
     else:

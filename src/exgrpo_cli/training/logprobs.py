@@ -27,6 +27,9 @@ _CHUNK_CPU = 1 << 23
 
 _CHUNK_GPU = 1 << 27
 
+Ids = Sequence[int] | Tensor
+"""The token ids of a row, ``[tokens]``."""
+
 
 def linear_statistics(
     hidden: Tensor,
@@ -205,8 +208,8 @@ def _parts(count: int, chunk: int) -> Iterator[slice]:
 
 def token_statistics(
     head: Head,
-    prompt_ids: Sequence[Sequence[int]],
-    token_ids: Sequence[Sequence[int]],
+    prompt_ids: Sequence[Ids],
+    token_ids: Sequence[Ids],
     temperature: float,
     *,
     entropies: bool = True,
@@ -228,7 +231,10 @@ def token_statistics(
         after row, on the model's device.
     """
     device = next(head.model.parameters()).device
-    rows = [[*p, *r[:-1]] for p, r in zip(prompt_ids, token_ids, strict=True)] or [[0]]
+    responses = [torch.as_tensor(ids) for ids in token_ids]
+    rows = [
+        torch.cat([torch.as_tensor(p), r[:-1]]) for p, r in zip(prompt_ids, responses, strict=True)
+    ] or [torch.zeros(1, dtype=torch.long)]
     width = max(len(row) for row in rows)
     ends = list(itertools.accumulate(len(row) if head.packed else width for row in rows))
     positions: list[int] = []
@@ -236,8 +242,8 @@ def token_statistics(
         first = start + len(prompt) - 1
         positions.extend(range(first, first + len(response)))
     at = torch.tensor(positions, dtype=torch.long, device=device)
-    labels = [token for response in token_ids for token in response]
-    target = torch.tensor(labels, dtype=torch.long, device=device)
+    labels = torch.cat(responses) if responses else torch.zeros(0)
+    target = labels.to(device, torch.long)
 
     def run() -> tuple[Tensor, Tensor | None]:
         values = model_outputs(head, rows, head.packed)[at]
@@ -257,8 +263,8 @@ def token_statistics(
 
 
 def check_rows(
-    prompt_ids: Sequence[Sequence[int]],
-    token_ids: Sequence[Sequence[int]],
+    prompt_ids: Sequence[Ids],
+    token_ids: Sequence[Ids],
     vocabulary: int,
     names: Sequence[str] | None = None,
 ) -> None:
@@ -275,21 +281,21 @@ def check_rows(
     """
     for index, (prompt, response) in enumerate(zip(prompt_ids, token_ids, strict=True)):
         row = names[index] if names is not None else f"row {index + 1}"
-        if not prompt:
+        if not len(prompt):
             raise InputError(f"{row} has no prompt_ids: its first token has nothing before it")
-        for ids in (prompt, response):
-            if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-                wrong = next(i for i in ids if not 0 <= i < vocabulary)
+        for ids in map(torch.as_tensor, (prompt, response)):
+            wrong = ids[(ids < 0) | (ids >= vocabulary)]
+            if len(wrong):
                 raise InputError(
-                    f"{row} holds token id {wrong}, outside the policy's vocabulary of"
+                    f"{row} holds token id {int(wrong[0])}, outside the policy's vocabulary of"
                     f" {vocabulary}; were these rows sampled from another model?"
                 )
 
 
 def score_sequences(
     model: nn.Module,
-    prompt_ids: Sequence[Sequence[int]],
-    token_ids: Sequence[Sequence[int]],
+    prompt_ids: Sequence[Ids],
+    token_ids: Sequence[Ids],
     temperature: float,
     tokens_per_batch: int,
     *,
@@ -323,7 +329,7 @@ def score_sequences(
             head = open_head(model)
         check_rows(prompt_ids, token_ids, head.vocabulary)
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        rows = [row for row, response in enumerate(token_ids) if response]
+        rows = [row for row, response in enumerate(token_ids) if len(response)]
         lengths = [len(prompt_ids[row]) + len(token_ids[row]) - 1 for row in rows]
         packed, ranks = bool(head.packed), distributed.ranks()
         for batches in rounds(lengths, tokens_per_batch, packed=packed, ranks=ranks):

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.errors import InputError, StageError, first_line
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import ModelSettings
 
@@ -79,7 +79,7 @@ def merge(
         try:
             merged = model.merge_and_unload(safe_merge=True)
         except ValueError as error:  # peft's search for what is not finite
-            raise InputError(f"{adapter}: cannot be merged: {_reason(error)}") from error
+            raise InputError(f"{adapter}: cannot be merged: {first_line(error)}") from error
         difference = _largest_difference(before, _logits(merged))
     if not difference <= _TOLERANCE * float(before.abs().max()):
         raise StageError(
@@ -115,7 +115,7 @@ def _read_config(adapter: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = str(config["peft_type"])
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file}: not an adapter's configuration: {_reason(error)}") from None
+        raise InputError(f"{file}: not an adapter's configuration: {first_line(error)}") from None
     if kind != "LORA":
         raise InputError(f"{file}: peft_type {kind}; only LORA adapters can be merged")
     if not (adapter / "adapter_model.safetensors").is_file():
@@ -157,13 +157,13 @@ def _put_on(plain: Any, adapter: Path) -> tuple[Any, int]:
         with safe_open(str(file), framework="pt") as reader:
             there = set(reader.keys())
     except Exception as error:  # safetensors raises its own kind on a damaged file
-        raise InputError(f"{file}: not a readable safetensors file: {_reason(error)}") from error
+        raise InputError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what peft warns of is checked below
             model = PeftModel.from_pretrained(plain, str(adapter))
     except Exception as error:  # targets or shapes that this model does not have
-        raise InputError(f"{adapter}: does not fit its base model: {_reason(error)}") from error
+        raise InputError(f"{adapter}: does not fit its base model: {first_line(error)}") from error
     ours = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     # An adapter on embedding or head may hold their own weights too (peft's save_embedding_layers).
     strange = there - ours - set(model.state_dict())
@@ -186,10 +186,3 @@ def _logits(model: Any) -> torch.Tensor:
 
 def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
-
-
-def _reason(error: Exception) -> str:
-    """The first line that says something (torch's first one only announces the others)."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.endswith(":")] or lines
-    return told[0] if told else type(error).__name__

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
-from exgrpo_cli.progress import Log
-from exgrpo_cli.training.batch import Paths
 
 if TYPE_CHECKING:
     import torch
 
-    from exgrpo_cli.training.update import Group, StepResult
+    from exgrpo_cli.training.batch import Group
+    from exgrpo_cli.training.update import StepResult
 
 
 ENTROPY_FLOOR = 0.2
@@ -30,17 +29,16 @@ SILENT_SHARE = 0.9
 
 
 def warnings_of(
-    metrics: dict[str, Any], first_entropy: float | None, log: Log
-) -> dict[str, float | None]:
-    """Early signs of a run that goes wrong, as metrics, and each in a line.
+    metrics: dict[str, Any], first_entropy: float | None
+) -> tuple[dict[str, float | None], list[str]]:
+    """Early signs of a run that goes wrong, as metrics, and a line for each.
 
     Args:
         metrics: of the step, ``train/...``.
         first_entropy: of the run's first step; None where it is not known.
-        log: gets a line for each warning.
 
     Returns:
-        ``train/entropy_of_start`` and the three ``train/warning_...``, 0 or 1.
+        ``train/entropy_of_start`` and the three ``train/warning_...``, 0 or 1; the lines.
     """
     entropy, ratio = metrics["train/entropy"], metrics["train/ratio_max"]
     share = entropy / first_entropy if entropy is not None and first_entropy else None
@@ -62,36 +60,9 @@ def warnings_of(
         "ratio": (ratio is not None and ratio > RATIO_CEILING, jump),
         "groups": (silent > SILENT_SHARE, silence),
     }
-    for is_bad, words in found.values():
-        if is_bad:
-            log(f"warning: {words}")
     flags = {f"train/warning_{name}": float(is_bad) for name, (is_bad, _) in found.items()}
-    return {"train/entropy_of_start": share, **flags}
-
-
-def batch_facts(rollouts: Paths, verdicts: Paths, curated: Paths | None) -> dict[str, float | None]:
-    """Metrics of the batch itself: rewards by role and bucket, replay age, truncation."""
-    import polars as pl
-
-    fresh = tables.read_table(
-        "rollouts", rollouts, ["rollout_id", "problem_id", "role", "finish_reason"]
-    )
-    rewards = tables.read_table("verdicts", verdicts, ["rollout_id", "reward"])
-    fresh = fresh.join(rewards, on="rollout_id")
-    facts: dict[str, Any] = {
-        "truncated_share": (fresh["finish_reason"] == "length").mean(),
-        "reward_fresh": fresh.filter(pl.col("role") == "fresh")["reward"].mean(),
-        "reward_replay": fresh.filter(pl.col("role") == "replay")["reward"].mean(),
-    }
-    if curated is not None:
-        columns = ["problem_id", "bucket", "step", "collected_step"]
-        past = tables.read_table("curated", curated, columns)
-        ages = past["step"] - past["collected_step"]
-        facts |= {"replay_age_mean": ages.mean(), "replay_age_max": ages.max()}
-        again = fresh.filter(pl.col("role") == "replay").join(past, on="problem_id")
-        for bucket, rows in again.group_by("bucket"):
-            facts[f"reward_replay_{bucket[0]}"] = rows["reward"].mean()
-    return {f"train/{name}": None if v is None else float(v) for name, v in facts.items()}
+    lines = [words for is_bad, words in found.values() if is_bad]
+    return {"train/entropy_of_start": share, **flags}, lines
 
 
 def step_metrics(

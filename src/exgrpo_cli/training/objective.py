@@ -84,9 +84,7 @@ def row_weights(lengths: Tensor, aggregate: str, length_divisor: int) -> Tensor:
     raise ValueError(f"unknown aggregate {aggregate!r}")
 
 
-def shape_ratio(
-    log_ratio: Tensor, shaping: str, beta: float, power: float, cap: float | None = None
-) -> Tensor:
+def shape_ratio(log_ratio: Tensor, shaping: str, beta: float, power: float) -> Tensor:
     """Policy shaping f(w*) of a replayed token's ratio w* = exp(log pi - log pi_past).
 
     ``ratio``: w* / (w* + beta), here as the sigmoid of ``log w* - log beta``, which cannot
@@ -97,7 +95,6 @@ def shape_ratio(
         shaping: see above.
         beta: of ``ratio``.
         power: exponent of ``power``.
-        cap: upper bound on the result; above it the gradient is 0.
 
     Returns:
         The shaped ratio, of the same shape and dtype.
@@ -115,7 +112,7 @@ def shape_ratio(
         shaped = (0.5 * log_ratio).exp()
     else:
         raise ValueError(f"unknown shaping {shaping!r}")
-    return shaped if cap is None else shaped.clamp(max=cap)
+    return shaped
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,6 @@ def policy_loss(
     shaping: str,
     beta: float,
     power: float = 0.5,
-    cap: float | None = None,
 ) -> tuple[Tensor, Sums]:
     """The loss of every token, not yet weighted, and the sums that its metrics are made of.
 
@@ -150,10 +146,9 @@ def policy_loss(
         advantages: ``[T]``, each token that of its row.
         replayed: ``[T]`` bool.
         clip: None for no clipping.
-        shaping: see :func:`shape_ratio`, as ``beta``, ``power`` and ``cap``.
+        shaping: see :func:`shape_ratio`, as ``beta`` and ``power``.
         beta: see ``shaping``.
         power: see ``shaping``.
-        cap: see ``shaping``.
 
     Returns:
         ``[T]`` token losses with gradient, and :data:`Sums`.
@@ -171,7 +166,7 @@ def policy_loss(
         clipped = (bounded > fresh_loss).to(ratio.dtype)
         fresh_loss = torch.maximum(fresh_loss, bounded)
 
-    shaped = shape_ratio(log_ratio[past], shaping, beta, power, cap)
+    shaped = shape_ratio(log_ratio[past], shaping, beta, power)
     past_loss = -advantages[past] * shaped
 
     losses = torch.zeros_like(log_ratio).index_copy(0, fresh, fresh_loss)
@@ -275,7 +270,7 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float | None]:
       they do not add up to the loss, which weighs rows.
     - ``ratio_mean``, ``ratio_max``: of fresh tokens' ratios, before clipping.
     - ``clip_fraction``: share of the fresh tokens whose clipped loss was taken.
-    - ``shaped_ratio_mean``: of replayed tokens, after shaping and cap.
+    - ``shaped_ratio_mean``: of replayed tokens, after shaping.
     - ``kl_old``: mean of old minus new log-probability over all tokens (the k1 estimate).
     - ``kl_replayed``: the same over replayed tokens: how far the policy has moved from those that
       collected them.

@@ -15,38 +15,12 @@ from torch import Tensor
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import ObjectiveSettings, TrainSettings
 from exgrpo_cli.training import distributed, objective
+from exgrpo_cli.training.batch import Group, Row
 from exgrpo_cli.training.head import Head
 from exgrpo_cli.training.logprobs import score_sequences, token_statistics
 from exgrpo_cli.training.objective import Clip, Sums
 from exgrpo_cli.training.packing import even_chunks, rounds
 from exgrpo_cli.training.policy import trainable
-
-
-@dataclass(frozen=True)
-class Row:
-    """One response of the mixed batch."""
-
-    rollout_id: str
-    prompt_ids: list[int]
-    token_ids: list[int]
-    advantage: float
-    replayed: bool
-    old: Tensor | None
-    """``[tokens]`` float32 on the CPU, nats: log-probabilities under the sampling policy, or those
-    recorded with a replayed trajectory; None where the trainer has to compute them."""
-    sampler: Tensor | None = None
-    """``[tokens]``, as the rollout engine reported them; None for replayed rows."""
-    reference: Tensor | None = None
-    """``[tokens]`` under the reference policy of the KL term."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the model is run on."""
-        return len(self.prompt_ids) + len(self.token_ids) - 1
-
-
-Group = list[Row]
-"""The rows of one question in one role; advantages were taken over them together."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +94,8 @@ class StepResult:
     skipped: list[Skipped]
     learning_rate: float
     total_updates: int
+    said: list[str] = field(default_factory=list)
+    """About updates that were left out."""
 
 
 def autocast(device: torch.device, enabled: bool) -> Any:
@@ -155,7 +131,7 @@ def accumulate_gradient(
     active = [
         index
         for index, row in enumerate(rows)
-        if row.token_ids and (row.advantage != 0 or terms.needs_all_rows)
+        if len(row.token_ids) and (row.advantage != 0 or terms.needs_all_rows)
     ]
     result = Gradient()
     sizes = [rows[i].length for i in active]
@@ -233,7 +209,6 @@ def _micro_batch(
         shaping=settings.shaping,
         beta=settings.beta,
         power=settings.power,
-        cap=settings.replay_ratio_cap,
     )
     samplers = [
         part if row.sampler is None else row.sampler for row, part in zip(rows, olds, strict=True)
@@ -423,9 +398,11 @@ def run_updates(
         limit = settings.skip_grad_norm
         if not math.isfinite(norm) or (limit is not None and norm > limit):
             why = "not finite" if not math.isfinite(norm) else f"above skip_grad_norm = {limit:g}"
-            log(f"{what}; SKIPPED, its gradient is {why}")
+            result.said.append(f"{what}; SKIPPED, its gradient is {why}")
+            log(result.said[-1])
             if faulty:
-                log(f"the loss is not finite in: {', '.join(faulty)}")
+                result.said.append(f"the loss is not finite in: {', '.join(faulty)}")
+                log(result.said[-1])
             result.skipped.append(Skipped(number, f"gradient {why}", norm, gradient.rows))
             continue
         share = progress[0] + (progress[1] - progress[0]) * (number - 1) / len(chunks)
@@ -448,6 +425,7 @@ def make_optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.opt
         parameters,
         lr=settings.learning_rate,
         betas=settings.betas,
+        eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
         fused=parameters[0].device.type == "cuda",
     )

@@ -1,0 +1,39 @@
+"""A run at work: what stays open from step to step."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from exgrpo_cli.engines.warm import WarmEngine
+from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.stages.verify import open_pool
+from exgrpo_cli.step import Step
+
+
+class Session:
+    """A run, its settings, and its warm engine and verify workers; closed as a context manager."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
+        self.run = run
+        self.recipe = recipe
+        self.log = log
+        self.engine = WarmEngine(recipe, log)
+        self.pool = open_pool(recipe)
+
+    def step(self, number: int) -> Step:
+        """A step of the run."""
+        return Step.of(self.run, number)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.engine.close()
+        self.pool.close()
