@@ -13,10 +13,8 @@ from exgrpo_cli.step import Step
 
 
 def curate(run: RunDir, step: int, recipe: Recipe, log: Log = quiet, **options: bool) -> dict:
-    """The curate stage in a run; its notes go to ``log`` too."""
+    """The curate stage in a run, and its outcome with its metrics."""
     result = stage.curate(Step.of(run, step), recipe, log=log, **options)
-    for note in result.notes:
-        log(note)
     return {**result.metrics, "skipped": bool(result.skipped), "finished": result.finished}
 
 

@@ -227,8 +227,6 @@ def curate(
     assert of.run is not None
     with of.run.locked():
         result = stage(of, settings, rebuild=rebuild, force=force, log=to_stderr)
-    for note in result.notes:
-        to_stderr(note)
     shared.print(of, result)
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Experience:
     """A run's stored successes and the state of its questions, as they stand after a step.
 
-    The tables ``experience`` and ``questions`` of :attr:`con` hold them. They start empty and go on
-    step by step (:meth:`take_in`), or from where the files of the run are (:meth:`catch_up`).
-    Nothing is written but by :meth:`write`.
+    The tables ``experience`` and ``questions`` of :attr:`con` hold them. They start empty, or where
+    the files of the run are (:meth:`resume`), and go on step by step (:meth:`derive`). Nothing is
+    written but by :meth:`write`.
     """
 
     con: duckdb.DuckDBPyConnection
@@ -107,25 +107,23 @@ class Experience:
             if self.last_step < step <= upto:
                 self.take_in(StepFiles.of(self.run, step))
 
-    def catch_up(self, upto: int, found: Curation | None, digests: Mapping[str, str]) -> bool:
-        """Come up to a step: from the run's tables where these can go on, else from the beginning.
+    def resume(self, found: Curation | None, upto: int, digests: Mapping[str, str]) -> bool:
+        """Go on from the run's tables, where these can be brought up to a step.
 
         Args:
+            found: what the tables were derived from; None where that is not known.
             upto: the step.
-            found: what the run's tables were derived from; None to begin anew.
             digests: of the history, as it is now.
 
         Returns:
-            Whether they can go on.
+            Whether they could; else nothing was loaded.
         """
-        goes_on = (
+        return (
             found is not None
             and found.last_step <= upto
             and found.fits(table_settings(self.recipe), digests, found.last_step)
             and self.load(found)
         )
-        self.derive(upto)
-        return goes_on
 
     def load(self, found: Curation) -> bool:
         """The tables of the run, as they are; False, and nothing, where they are damaged."""

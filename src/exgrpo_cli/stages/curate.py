@@ -37,7 +37,7 @@ def curate(
         recipe: ``curate``, ``rollout.samples`` and ``seed``.
         rebuild: derive the tables from the history even where they can go on.
         force: do a step again that is curated already.
-        log: gets the summary.
+        log: gets the notes and the summary, as they come.
 
     Returns:
         The step's metrics, with ``rebuilt``: whether earlier steps had to be taken in anew.
@@ -50,6 +50,11 @@ def curate(
     if step.run is None or step.given:
         raise InputError("curation works in a run directory, on its own files: adopt loose ones")
     run, t, notes = step.run, step.number, list[str]()
+
+    def note(line: str) -> None:
+        notes.append(line)
+        log(line)
+
     plan = require_plan(run, t)
     files = StepFiles.of(run, t)
     found = Curation.read(run)
@@ -67,10 +72,11 @@ def curate(
     with Experience.open(run, recipe) as experience:
         check_plan(experience, plan)
         earlier = sum(other < t for other in run.steps("rollouts"))
-        goes_on = experience.catch_up(t - 1, None if rebuild else found, digests)
+        goes_on = not rebuild and experience.resume(found, t - 1, digests)
         rebuilt = not goes_on and earlier > 0
         if rebuilt:
-            notes.append(f"the experience was derived anew from {earlier} earlier steps")
+            note(f"deriving the experience anew from {earlier} earlier steps")
+        experience.derive(t - 1)
 
         read_plan(experience.con, plan)
         choose(experience, t, files.replay_scores)
@@ -79,21 +85,21 @@ def curate(
         next_plan, epoch = draw_plan(experience, t + 1)
 
         metrics = _metrics(experience, t)
-        notes += _unanswered(experience)
+        _say_unanswered(experience, note)
         if force or not (run.policy(t + 1).exists() and run.curated(t).exists()):
             write_curated(experience, t)
         else:
-            notes.append(f"{run.curated(t)} is left as it is: step {t} was trained on it")
+            note(f"{run.curated(t)} is left as it is: step {t} was trained on it")
             metrics = _with_replay_of(recorded_metrics(run, t), metrics)
         try:  # the later steps that the tables held before this one was curated again
             experience.derive(latest)
         except InputError as error:
-            notes.append(f"the experience goes up to step {experience.last_step} only: {error}")
+            note(f"the experience goes up to step {experience.last_step} only: {error}")
         experience.write(digests)
 
     kept = not force and run.rollouts(t + 1).exists() and run.plan(t + 1).exists()
     if kept:
-        notes.append(f"{run.plan(t + 1)} is left as it is: step {t + 1} was sampled by it")
+        note(f"{run.plan(t + 1)} is left as it is: step {t + 1} was sampled by it")
         next_plan = tables.read_table("plan", run.plan(t + 1))
     roles = next_plan["role"].to_list()
     metrics |= {
@@ -108,9 +114,9 @@ def curate(
         tables.write_table("plan", next_plan, run.plan(t + 1))
     _summarise(t, metrics, log)
     if not roles:
-        notes.append("every question is retired: nothing is left to sample")
+        note("every question is retired: nothing is left to sample")
     elif len(roles) < recipe.curate.questions:
-        notes.append(f"only {len(roles)} of {recipe.curate.questions} questions are left to sample")
+        note(f"only {len(roles)} of {recipe.curate.questions} questions are left to sample")
     return Result(
         done=1, finished=not roles, metrics={**metrics, "rebuilt": rebuilt}, notes=tuple(notes)
     )
@@ -129,19 +135,17 @@ def _refuse_unjudged(experience: Experience, step: Step) -> None:
         )
 
 
-def _unanswered(experience: Experience) -> list[str]:
-    """A line about the planned replay questions that have nothing to replay, where there are."""
+def _say_unanswered(experience: Experience, note: Log) -> None:
+    """Planned replay questions that have nothing to replay."""
     count, first = experience.con.execute(
         "SELECT count(*), min(problem_id) FROM planned"
         " WHERE role = 'replay' AND problem_id NOT IN (SELECT problem_id FROM chosen)"
     ).fetchall()[0]
-    if not count:
-        return []
-    line = (
-        f"{count} planned replay questions have no stored success (the first is {first});"
-        " their groups are trained without one"
-    )
-    return [line]
+    if count:
+        note(
+            f"{count} planned replay questions have no stored success (the first is {first});"
+            " their groups are trained without one"
+        )
 
 
 def _metrics(experience: Experience, step: int) -> dict[str, Any]:
