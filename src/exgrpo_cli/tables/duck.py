@@ -26,11 +26,10 @@ def open_database(
     """
     import duckdb
 
-    config: dict[str, Any] = dict(settings)
-    if spill is not None:
-        config["temp_directory"] = str(spill.absolute())
+    config: dict[str, Any] = {} if spill is None else {"temp_directory": str(spill.absolute())}
     con = duckdb.connect(":memory:", config=config)
-    con.execute("SET enable_progress_bar = false").fetchall()
+    for name, value in {"enable_progress_bar": False, **settings}.items():
+        con.execute(f"SET {name} = '{value}'").fetchall()  # some are known only once it is open
     return con
 
 
