@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 # Possessive quantifiers (`*+`) keep the patterns linear on a megabyte of blanks.
-_BOX = re.compile(r"\\(?:boxed|fbox)")
 # A box that opens, a command or an escaped character (`\{` is a printed brace, and `\left\{ ...
 # \right.` is no pair), a brace.
 _TOKEN = re.compile(r"\\{1,3}(?:boxed|fbox)\s*+\{|\\(?:[a-zA-Z]++|.)|[{}]", re.DOTALL)
@@ -60,16 +59,20 @@ def boxed(text: str) -> str | None:
     """
     if _CUT_COMMAND.search(text.rstrip()[-8:]):
         return ""
-    first = _BOX.search(text)
-    if first is None:
+    begin = _first_box(text)
+    if begin is None:
         return None
-    whole, cut = _scan(text, first.start())
+    whole, cut = _scan(text, begin)
     if whole and whole[-1][0] > cut:
         return ", ".join(_list_at_the_end(text, whole))
     if cut >= 0:
         return ""
-    bare = _BARE_BOX.findall(text, first.start())
+    bare = _BARE_BOX.findall(text, begin)
     return "".join(bare[-1]).rstrip(".,;:") or None if bare else None
+
+
+def _first_box(text: str) -> int | None:
+    return min((i for i in map(text.find, ("\\boxed", "\\fbox")) if i >= 0), default=None)
 
 
 def _scan(text: str, begin: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -129,4 +132,4 @@ def opened(text: str) -> str | None:
     found = boxed(text)
     if found is not None:
         return found
-    return None if _BOX.search(text) else text
+    return text if _first_box(text) is None else None
