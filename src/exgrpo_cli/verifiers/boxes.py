@@ -2,6 +2,7 @@ r"""``\boxed{...}`` in a text. Every function here takes time linear in the text
 
 from __future__ import annotations
 
+import itertools
 import re
 
 # Possessive quantifiers (`*+`) keep the patterns linear on a megabyte of blanks.
@@ -62,9 +63,15 @@ def boxed(text: str) -> str | None:
     begin = _first_box(text)
     if begin is None:
         return None
-    whole, cut = _scan(text, begin)
+    # Mostly the last boxes say it all, and what comes before them need not be looked at.
+    near = _box_near_the_end(text)
+    whole, cut = _scan(text, near)
+    contents = _list_at_the_end(text, whole)
+    if near > begin and len(contents) == len(whole):
+        whole, cut = _scan(text, begin)
+        contents = _list_at_the_end(text, whole)
     if whole and whole[-1][0] > cut:
-        return ", ".join(_list_at_the_end(text, whole))
+        return ", ".join(content for content, _ in itertools.groupby(contents))
     if cut >= 0:
         return ""
     bare = _BARE_BOX.findall(text, begin)
@@ -73,6 +80,15 @@ def boxed(text: str) -> str | None:
 
 def _first_box(text: str) -> int | None:
     return min((i for i in map(text.find, ("\\boxed", "\\fbox")) if i >= 0), default=None)
+
+
+def _box_near_the_end(text: str) -> int:
+    """Where one of the last boxes begins."""
+    begin = len(text)
+    for _ in range(4):
+        before = max(text.rfind("\\boxed", 0, begin), text.rfind("\\fbox", 0, begin))
+        begin = before if before >= 0 else begin
+    return begin
 
 
 def _scan(text: str, begin: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -106,16 +122,14 @@ def _scan(text: str, begin: int) -> tuple[list[tuple[int, int, int]], int]:
 
 
 def _list_at_the_end(text: str, boxes: list[tuple[int, int, int]]) -> list[str]:
-    """The contents of the last boxes as far back as they make a list, repetitions left out."""
+    """The contents of the last boxes as far back as they make a list."""
     contents: list[str] = []
     start = None
     for box, content, end in reversed(boxes):
         if start is not None and not _makes_a_list(text, end + 1, start):
             break
         start = box
-        found = strip_answer(text[content:end])
-        if not contents or contents[-1] != found:
-            contents.append(found)
+        contents.append(strip_answer(text[content:end]))
     return contents[::-1]
 
 
