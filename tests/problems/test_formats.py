@@ -220,6 +220,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "mmlu_python_text": ({"choices": str(COLOURS), "answer": "1"}, "mmlu"),
     "mmlu_text": ({"choices": COLOURS, "answer": "blue"}, "mmlu"),
     "mmlu_columns": (WITH_LETTERS | {"answer": "B"}, "mmlu"),
+    "agieval": ({"choices": ["(A)red", "(B)blue", "(C)green", "(D)brown"], "gold": [1]}, "mmlu"),
     "mmlu_pro": ({"options": COLOURS, "answer": "B", "answer_index": 1}, "mmlu_pro"),
     "mmlu_pro_index": ({"options": COLOURS, "answer_index": 1}, "mmlu_pro"),
     "aqua": ({"options": ["A)red", "B)blue", "C)green", "D)brown"], "correct": "B"}, "mmlu_pro"),
@@ -257,6 +258,15 @@ def test_several_right_options(tmp_path: Path, answer: Any) -> None:
     assert (problem["answer"], problem["verifier"]) == ("AC", "choice")
     assert problem["prompt"][0]["content"].endswith("the letters of all right options.")
     assert problem["report"]["gold_faults"] == []
+
+
+def test_options_of_a_chat_stand_in_its_last_question(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": QUESTION}]
+    problem = one(
+        write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat, "options": COLOURS, "answer": "B"}])
+    )
+    assert problem["prompt"][0] == chat[0]
+    assert problem["prompt"][1]["content"].startswith(RED_OR_BLUE)
 
 
 def test_arc_as_it_was_first_published(tmp_path: Path) -> None:

@@ -189,7 +189,9 @@ def _read_columns(row: Row, how: Reading, verifier: str) -> _Content:
     options = options_in(row, how.told.get("options"))
     if options and how.fmt in WITH_OPTIONS:
         answer = gold_letters(row, options, how.told.get("answer"))
-        prompt = question_of(with_options(text_of(value, asked), options, answer), asked)
+        prompt = question_of(value, asked)
+        last = next(m for m in reversed(prompt) if m["role"] == "user")
+        last["content"] = with_options(last["content"], options, answer)
         return _Content(prompt, [answer], {asked, how.column("answer")}, letter=True)
     if options and how.detected:
         raise RowError(f"it has options, unlike the first rows; tell --format mmlu or {how.fmt}")
