@@ -110,10 +110,10 @@ def _scan(text: str, begin: int) -> tuple[list[tuple[int, int, int]], int]:
         elif token == "}":
             if not opened:
                 continue
-            box, content, filled = opened.pop()
-            if filled and opened:
+            box, content, is_filled = opened.pop()
+            if is_filled and opened:
                 opened[-1][2] = True
-            if filled and box >= 0:
+            if is_filled and box >= 0:
                 whole.append((box, content, match.start()))
         elif token[-1] == "{" and len(token) > 2:
             opened.append([match.start(), end, False])
