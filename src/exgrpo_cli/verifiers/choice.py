@@ -45,7 +45,7 @@ def letters(text: str) -> str | None:
     text = unicodedata.normalize("NFKC", last_boxed(text) or text)
     for _ in range(3):  # \textbf{\text{B}}
         text = _COMMAND.sub(r" \1 ", text)
-    text = " ".join(_NOISE.sub(" ", text).replace("–", "-").replace("—", "-").split())  # noqa: RUF001
+    text = " ".join(_NOISE.sub(" ", text).replace("–", "-").replace("—", "-").split())
     lead = _LEAD.match(text)
     if lead and lead.end() < len(text):
         text = text[lead.end() :]

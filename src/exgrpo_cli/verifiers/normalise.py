@@ -1,4 +1,4 @@
-r"""Other spellings of the same answer, made one. Gold answers and answers alike, before math-verify.
+r"""Other spellings of the same answer, made one: of golds and answers alike, before math-verify.
 
 Each rule is a function of the text alone, takes time linear in it, and leaves what it does not
 know. ``docs/verifiers.md`` gives the reason of each; ``tests/verifiers/test_normalise.py`` has its
@@ -17,10 +17,10 @@ _PLAIN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?|[a-z]")
 
 # --- characters
 
-_GREEK = (
+_GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa mu nu xi pi rho sigma tau upsilon phi"
-    " chi psi omega"
-).split()
+    " chi psi omega".split()
+)
 _CHARACTERS = {
     **dict.fromkeys("‐‑‒–—―−﹣－", "-"), "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "∙": r"\cdot ", "÷": "/", "∕": "/", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ",
@@ -243,7 +243,8 @@ _NOUNS = re.compile(
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(
-    r"(?<=[0-9])\s*+(?:\\text\s*+\{\s*+)?(hundred|thousand|million|billion|trillion)\b[A-Za-z ]*+\}?\s*+$",
+    r"(?<=[0-9])\s*+(?:\\text\s*+\{\s*+)?(hundred|thousand|million|billion|trillion)\b"
+    r"[A-Za-z ]*+\}?\s*+$",
     re.IGNORECASE,
 )
 
@@ -295,7 +296,8 @@ _MIXED = re.compile(
     r"(?<![A-Za-z0-9.,^_/}\\])([0-9]+)(?:\s++and)?\s++([0-9]{1,9})\s*+/\s*+([0-9]{1,9})(?![A-Za-z0-9./^_])"
 )
 _GROUPED = re.compile(
-    r"(?<![A-Za-z0-9.,^_/}\\])(?<!frac )(?<!sqrt )(?<!binom )([0-9]{1,3}(?: [0-9]{3})+)(?![A-Za-z0-9_])"
+    r"(?<![A-Za-z0-9.,^_/}\\])(?<!frac )(?<!sqrt )(?<!binom )"
+    r"([0-9]{1,3}(?: [0-9]{3})+)(?![A-Za-z0-9_])"
 )
 _COMMAS = re.compile(
     r"((?:[^,=]*+(?:=|\\approx))*+\s*+[-+]?)([1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?)(\s*+\\?%)?"
