@@ -187,6 +187,12 @@ def test_what_is_no_gold_is_left_out_and_counted(tmp_path: Path, answer: Any) ->
     assert any("left out 1 rows without a gold answer" in line for line in lines)
 
 
+def test_a_solution_that_is_missing_is_no_gold(tmp_path: Path) -> None:
+    rows = [{"question": "1?", "answer": "So\n#### 1"}, {"question": "2?", "answer": None}]
+    report = import_problems(write_jsonl(tmp_path / "a.jsonl", rows)).report
+    assert (report["format"], report["problems"], report["without_gold"]) == ("gsm8k", 1, 1)
+
+
 def test_a_functions_golds_are_its_own(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text("def judge(response, answer, metadata):\n    return True\n")
