@@ -18,10 +18,7 @@ BOXES = [
     ("$$\\boxed{1}$$\n$$\\boxed{2}$$", "1, 2"),
     ("(a) \\boxed{1}\n(b) \\boxed{2}", "1, 2"),
     (r"\boxed{4}. Wait, no: \boxed{5}", "5"),
-    (
-        r"\boxed{4}" + " word" * 50 + r" \boxed{5}",
-        "5",
-    ),
+    (r"\boxed{4}" + " word" * 50 + r" \boxed{5}", "5"),
     (r"\boxed{1}、\boxed{2}和\boxed{3}", "1, 2, 3"),
     (r"\boxed{1} \text{ and } \boxed{2}", "1, 2"),
     (r"First attempt $\boxed{99}$, correction $\boxed{42}$.", "42"),
@@ -79,6 +76,13 @@ CHINESE_JAPANESE_KOREAN = [
     ("因此选 C。", "C"),
     ("应选(C)", "(C)"),
     ("答案为：$12$，因为3乘4。", "12"),
+    ("最终答案\n\n**12**", "12"),
+    ("### 答案\n\n$12$", "12"),
+    ("（答案：12）", "12"),
+    ("最终结果为12。", "12"),
+    ("所以最后的结果是12。", "12"),
+    ("选项 C 正确", "C"),
+    ("答案是12。等等，答案是13。", "13"),
 ]
 
 STATED = [
@@ -209,6 +213,16 @@ STATED = [
     (r"Let x be it. The final answer is therefore $\dfrac{3}{4}$.", r"\dfrac{3}{4}"),
     ("The answer is:\n\n- $5$", "- $5$"),
     ("The answer is 'even'.", "even"),
+    ("__Answer__: 73", "73"),
+    ("__Final Answer__\n73", "73"),
+    ("The answer is 4. Hmm, no, the answer is actually 5.", "5"),
+    ("The answer is in fact 5.", "5"),
+    ("The answer is 3.14159...", "3.14159..."),
+    ("$$Answer: 9$$", "9"),
+    ("The answer is (A) and (C).", "(A), (C)"),
+    (r"The answer is \$5.00 per hour.", r"\$5.00 per hour"),
+    ("The answer is $x$ = 5.", "x = 5"),
+    ("Final Answer: The final answer is $1,2,3$. I hope it is correct.\n\nProblem: next", "1,2,3"),
 ]
 
 

@@ -24,12 +24,14 @@ _WORDS = (
     "option",
     "choice",
     *"答选選故应應",
+    *("最终", "最終", "最后", "最後"),
     "최종",
     "정답",
     "답",
 )
 _NOUN = re.compile(
-    r"answers?\b|ans\b|final\s{1,3}(?:result|value|solution)\b|(?:option|choice)\b", re.IGNORECASE
+    r"answers?(?![^\W_])|ans\b|final\s{1,3}(?:result|value|solution)\b|(?:option|choice)\b",
+    re.IGNORECASE,
 )
 _CHOSEN = ("correct", "right", "best", "final", "my")  # options
 _IS = re.compile(
@@ -38,19 +40,23 @@ _IS = re.compile(
     re.IGNORECASE,
 )
 _COLON = re.compile(r"[ \t]*+[\"'*_`})\]】]{0,6}[ \t]*+(?:[:：→⇒]|[-=]>)")
-_ALONE = re.compile(r"[^\w\n$\\(\[<]{0,20}(?:\n|\Z)")  # a heading: the answer is on a later line
+_ALONE = re.compile(
+    r"(?:[^\w\n$\\(\[<]|_){0,20}(?:\n|\Z)"
+)  # a heading: the answer is on a later line
 _THEN_MATH = re.compile(r"[ \t]{0,3}(?=\$|\\[(\[]|\*\*\S)")
-_AT_THE_START = (_COLON, _ALONE, _THEN_MATH)  # of a line or a statement
+_CJK_ALONE = re.compile(r"答案(?:[^\w\n$\\(\[<]|_){0,20}\n")
+_AT_THE_START = (_COLON, _ALONE, _THEN_MATH, _CJK_ALONE)  # of a line or a statement
 _START = re.compile(  # of a line or a statement, up to the word
-    r"(?:^|\n|[^\w\s,\-'’/<][ \t]{0,3})[^\w\n<]{0,40}(?:\d{1,2}[.)]\s{0,3})?"
+    r"(?:^|\n|[^\w\s,\-'’/<][ \t]{0,3})(?:[^\w\n<]|_){0,40}(?:\d{1,2}[.)]\s{0,3})?"
     r"(?:(?:so|thus|hence|therefore|then|finally|overall|in\s+conclusion),?\s{1,3})?"
-    r"(?:(?:the|my|our|your)\s{1,3})?(?:(?:final|correct|short|numerical)\s{1,3})?\Z",
+    r"(?:(?:the|my|our|your)\s{1,3})?(?:(?:final|correct|short|numerical)\s{1,3})?"
+    r"(?:最[终終后後]的?|正[确確]的?)?\Z",
     re.IGNORECASE,
 )
 _CJK = re.compile(
     r"答案?[*_\s】\]」』》]{0,4}(?:(?:应该?|應該?|就|即|便|只能)?(?:是(?!否)|为|為|选|選|等于|等於)|[:：]|(?<=】))"
     r"|(?:故|应|應)?(?:应|應)?(?:选|選)(?:择|擇)?(?:项|項)?[:：\s]*(?=[(（*$]{0,3}[A-JＡ-Ｊ](?![A-Za-z]))"
-    r"|答え[*_\s」』】]{0,4}(?:は|[:：])"
+    r"|最[终終后後]的?[结結]果(?:是|为|為|[:：])|答え[*_\s」』】]{0,4}(?:は|[:：])"
     r"|(?:최종\s?)?(?:정답|답)[*_\s]{0,4}(?:은|는|[:：])"
 )
 
@@ -59,7 +65,7 @@ _CJK = re.compile(
 _SKIP = re.compile(  # between the label and the answer
     r"(?:[\s*_:：=>}\"“`】」』~]|\\(?:[,;:! ]|q?quad\b)|(?:-{3,}|#{1,6})[ \t]*+(?=\n|[*\w])"
     r"|(?:therefore|thus|hence|then|simply|just|exactly|indeed|clearly|approximately|about|roughly"
-    r"|now|equal\s+to|given\s+by|found\s+to\s+be|as\s+follows|that|option|choice)\b[,:]?(?=\s))*+",
+    r"|now|actually|in\s+fact|indeed|instead|still|again|equal\s+to|given\s+by|found\s+to\s+be|as\s+follows|that|option|choice)\b[,:]?(?=\s))*+",
     re.IGNORECASE,
 )
 _BLANKS = re.compile(r"[^\S\n]{2,}+")
@@ -79,14 +85,14 @@ _NO_UNIT = re.compile(
 )
 _MORE = re.compile(r"\s*(?:[-+*/^<>=≤≥]|\\[a-z])")
 _END = re.compile(
-    r"\.(?=\s|[*_\"”'`)}\]$]*(?:\s|\Z))|[。；！？]|\?(?=\s)|;\s+(?=[a-z]{2})"
+    r"(?<!\.)\.(?=\s|[*_\"”'`)}\]$]*(?:\s|\Z))|[。；！？]|\?(?=\s)|;\s+(?=[a-z]{2})"
     r"|\s+I hope (?:it|this|that) is correct|\n"
 )
 _CLAUSE = re.compile(
     r",?\s+(?:because|since|which|as)\s|,\s+(?:so|not|where|who|thus|hence|therefore|and\s+(?:so"
     r"|thus|hence|therefore))\s|[,，]\s*(?=[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3])"
     r"|\s+\([A-Za-z]{2,}[^()$]*\)\s*\Z|\s+[—–]\s"
-    r"|\s*(?:です|である|だ|となる|(?:に|と)なります|입니다|이다)\s*\Z",
+    r"|\s*是?正[确確]的?\s*\Z|\s*(?:です|である|だ|となる|(?:に|と)なります|입니다|이다)\s*\Z",
 )
 _BOLD_END = re.compile(r"\*\*+(?=[\s.,;:!?)\]}$。，]|\Z)")
 _FORMULA = re.compile(r"[-+\d.$\\(\[{]|[a-zA-Z]\b")
@@ -148,7 +154,7 @@ def _mentions(text: str) -> list[int]:
 def _label(text: str, start: int) -> re.Match[str] | None:
     """What follows the label's noun, up to the answer, where this is a label."""
     if not text[start].isascii():
-        return _CJK.match(text, start)
+        return _CJK.match(text, start) or _CJK_ALONE.match(text, start)
     if text[start - 1 : start].isalnum():
         return None
     noun = _NOUN.match(text, start)
@@ -158,7 +164,7 @@ def _label(text: str, start: int) -> re.Match[str] | None:
         before = text[max(0, start - 12) : start].rstrip().lower()
         if not before.endswith(_CHOSEN):
             return None
-    for pattern in (_IS, *_AT_THE_START):
+    for pattern in (_IS, _COLON, _ALONE, _THEN_MATH):
         match = pattern.match(text, noun.end())
         if match:
             return match
@@ -266,7 +272,7 @@ def _balanced(text: str) -> str:
         return text[: text.rindex("$")]
     if text.endswith("$$") and text.count("$") == 2:
         return text[:-2]
-    if text.endswith(")") and not re.search(r"[(\[]", text):
+    if text.endswith((")", "）")) and not re.search(r"[(\[（]", text):
         return text[:-1]
     return text
 
