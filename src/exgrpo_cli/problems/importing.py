@@ -45,13 +45,12 @@ class Imported:
     """The ``problems`` table."""
     report: dict[str, Any]
     """What happened, JSON-able: ``files`` (the first 20) and ``file_count``, ``format``, ``ids``
-    (where problem_id comes from),
-    ``rows`` read, ``problems`` kept, ``bad`` and ``without_gold`` (how many rows were left out
-    because they cannot be read, or have no gold answer) with ``left_out`` (the first three of each:
-    ``file``, ``row``, ``why``), ``duplicates`` dropped, ``conflicts`` (duplicates whose gold answer
-    differs from the kept one's), ``sources`` (problems by source), and ``gold_faults``: the gold
-    answers that their verifier cannot judge against, each with ``file``, ``row``, ``problem_id``,
-    ``answer``, ``verifier`` and ``why``."""
+    (where problem_id comes from), ``rows`` read, ``problems`` kept, ``bad`` and ``without_gold``
+    (how many rows were left out because they cannot be read, or have no gold answer) with
+    ``left_out`` (the first three of each: ``file``, ``row``, ``why``), ``duplicates`` dropped,
+    ``conflicts`` (duplicates whose gold answer differs from the kept one's), ``sources`` (problems
+    by source), and ``gold_faults``: the gold answers that their verifier cannot judge against, each
+    with ``file``, ``row``, ``problem_id``, ``answer``, ``verifier`` and ``why``."""
 
 
 @dataclass
