@@ -173,6 +173,7 @@ RIGHT = [
     ("1, 2, \\ldots, n", "1,2,3,...,n"), (r"\text{Evelyn}", "evelyn"), ("abc", "cba"),
     ("5", "3+2=5"), ("3.14", r"\pi \approx 3.14"), (r"\pi", r"\pi \approx 3.14"),
     ("E_{1},E_{2}", "E_2, E_1"),
+    (r"m_{\max }=n^{2}", "n^2"), (r"v_{\text{max}}", r"v_\mathrm{max}"),
 ]  # fmt: skip
 WRONG = [
     # numbers that differ by more than their own precision
@@ -199,7 +200,7 @@ WRONG = [
     ("5", "5/"), ("5", "5--"), ("5", "5^"), ("5", "5+"), ("5", "5_"), ("5", "(5"), ("5", "5}"),
     ("5", "5 5"), ("10", "5 5"), ("5", "not 5"), ("5", "5 is wrong"), ("8", "5(3)"), ("5", "}{"),
     (r"\frac{2}{3}", r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}"), ("5", "5 mod 7"),
-    (r"5 \text{ million}", "5"), ("5", "5 million"),
+    (r"5 \text{ million}", "5"), ("5", "5 million"), (r"v_{\text{max}}", r"v_{\text{min}}"),
 ]  # fmt: skip
 
 

@@ -33,7 +33,8 @@ CASES = {
         (r"\boldsymbol{x+1}^2", "{x+1}^2"), (r"2^\mathbf{10}", "2^{10}"), (r"\text{5}", "5"),
         (r"\textbf{even}", r"\text{even}"), (r"\text{(B)}", "B"), (r"\text{even}", r"\text{even}"),
         ("Answer: 5", "5"), (r"\text{The answer is }5", "5"), (r"\boldsymbol{5", r"\boldsymbol{5"),
-        (r"\mathbb{R}", r"\mathbb{R}"),
+        (r"\mathbb{R}", r"\mathbb{R}"), (r"v_{\text{max}}", "v_{max}"), (r"m_{\max }", "m_{max}"),
+        (r"x_\mathrm{min}+1", "x_{min}+1"), (r"M_{\odot}", "M_{odot}"),
     ],
     "ends": [
         ("5.", "5"), ("5,", "5"), ("5\\\\", "5"), ("= 5", "5"), (r"\approx 5", "5"), ("5;", "5"),

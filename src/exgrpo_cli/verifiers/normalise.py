@@ -17,10 +17,10 @@ _PLAIN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?|[a-z]")
 
 # --- characters
 
-_GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa mu nu xi pi rho sigma tau upsilon phi"
-    " chi psi omega".split()
-)
+_GREEK = [
+    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "mu",
+    "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega",
+]  # fmt: skip
 _CHARACTERS = {
     **dict.fromkeys("‐‑‒–—―−﹣－", "-"), "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "∙": r"\cdot ", "÷": "/", "∕": "/", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ",
@@ -132,7 +132,11 @@ _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md)?|emph|underline|mbox|hbox|mathrm)\s*+"
     r"\{((?:[^{}]|\{[^{}]*+\})*+)\}"
 )
-_WORD = re.compile(r"[A-Za-z]{2}")
+# math-verify takes a word that ends the text for a unit, also in a subscript.
+_SUBSCRIPT_WORD = re.compile(
+    r"_\s*+(?:\\(?:text|mathrm)\s*+\{\s*+([A-Za-z]+)\s*+\}"
+    r"|\{\s*+\\(?:(?:text|mathrm)\s*+\{\s*+([A-Za-z]+)\s*+\}|(max|min|sup|inf|odot|oplus))\s*+\})"
+)
 _LABEL = re.compile(
     r"(?:so\s++|thus,?\s++|hence,?\s++)?(?:the\s++|my\s++)?(?:(?:final|correct)\s++)?answer\b"
     r"(?:\s*+:|\s++is\b:?)\s*+(?=\S)",
@@ -186,6 +190,8 @@ def _wrappers(text: str) -> str:
         text = _unwrap_bold(text)
         if "text" in text or "box" in text or "mathrm" in text or "emph" in text or "und" in text:
             text = _TEXT.sub(_text, text)
+        if "_" in text:
+            text = _SUBSCRIPT_WORD.sub(lambda m: f"_{{{m[1] or m[2] or m[3]}}}", text)
     if "nswer" in text or "NSWER" in text:
         label = _LABEL.match(text) or re.match(
             r"\\text\{" + _LABEL.pattern.removesuffix(r"(?=\S)") + r"\}\s*+", text, re.IGNORECASE
