@@ -17,7 +17,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
-    code = "import sys; before = set(sys.modules); import exgrpo_cli; print(sorted(set(sys.modules) - before))"
+    code = (
+        "import sys; before = set(sys.modules); import exgrpo_cli\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['exgrpo_cli']"
 

@@ -90,7 +90,7 @@ def test_math_as_folders_of_one_problem_a_file(tmp_path: Path) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"{number}.json").write_text(json.dumps(row))
     imported = import_problems(tmp_path / "MATH/train")
-    assert imported.report["format"] == "math"
+    assert (imported.report["format"], imported.report["file_count"]) == ("math", 4)
     assert imported.frame["answer"].to_list() == ["1", "2", "1", "2"]
     assert imported.frame["source"].unique().to_list() == ["train"]
     with pytest.raises(InputError, match="holds the splits test, train; give one's folder"):
