@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.runs.prepare import import_into
 from exgrpo_cli.problems import import_problems
 from exgrpo_cli.recipe import load_recipe, parse_recipe, to_toml
+from exgrpo_cli.runs.prepare import import_into
 from problem_files import one, write_json, write_jsonl, write_parquet
 
 Exgrpo = Callable[..., subprocess.CompletedProcess[str]]

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from exgrpo_cli.recipe import VerifySettings
 from exgrpo_cli.verifiers import boxes
-from exgrpo_cli.verifiers.extract import RULES, after_thinking, extract_answer, gold_answer, last_boxed
+from exgrpo_cli.verifiers.extract import (
+    RULES,
+    after_thinking,
+    extract_answer,
+    gold_answer,
+    last_boxed,
+)
 
 
 @pytest.mark.parametrize(
