@@ -98,11 +98,18 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     return recipe
 
 
-def check_devices(recipe: Recipe) -> None:
-    """Refuse more processes than there are GPUs, before anything is sampled."""
+def check_engines(run: RunDir, recipe: Recipe) -> None:
+    """Refuse what cannot sample before the recipe says so: a server that is not there or serves
+    another policy, more processes than there are GPUs."""
+    from exgrpo_cli.engines import open_engine
     from exgrpo_cli.engines.parallel import engine_environments
     from exgrpo_cli.machine import process_environments
+    from exgrpo_cli.models import check_policy
 
+    if recipe.rollout.engine == "server":
+        check_policy(recipe.model.path)
+        latest = max(run.steps("policy"), default=0)
+        open_engine(recipe, run.policy_path(latest, recipe.model.path)).close()
     if engine_count(recipe) > 1:
         engine_environments(recipe)
     if recipe.score.enabled and recipe.score.processes > 1:
