@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -476,8 +477,6 @@ def _is_server(process: psutil.Process) -> bool:
 def test_daemons_do_not_outlive_a_killed_parent(
     number: signal.Signals, user_file: Callable[..., str], tmp_path: Path
 ) -> None:
-    import subprocess
-
     verifier = user_file(starting("deaf daemon", tmp_path, "time.sleep(60)"))
     script = (
         "import sys\nfrom exgrpo_cli.verifiers.pool import Job, Pool\n"
@@ -493,3 +492,22 @@ def test_daemons_do_not_outlive_a_killed_parent(
     os.kill(parent.pid, number)
     parent.wait(20)
     assert all(ends(pid, 10) for pid in pids)
+
+
+def test_without_a_stderr(user_file: Callable[..., str]) -> None:
+    verifier = user_file(
+        """
+        import sys
+        def judge(response, answer, metadata):
+            print("out")
+            print("err", file=sys.stderr)
+            return True
+        """
+    )
+    script = (
+        "import os, sys\nfrom exgrpo_cli.verifiers.pool import Job, Pool\nos.close(2)\n"
+        "with Pool(1) as pool:\n"
+        "    verdict = pool.judge([Job(sys.argv[1], '1', None, 'x')])[0]\n"
+        "os._exit(0 if verdict.correct else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, verifier], check=False).returncode == 0
