@@ -71,13 +71,6 @@ class Queue:
         self._group(task).appendleft(task)
 
 
-def _open_standard_descriptors() -> None:
-    """Have 0, 1 and 2 open (``exgrpo ... 2>&-``), so that no socket gets one of these numbers."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-
-
 class Server:
     """The process that workers are forked from; see :mod:`exgrpo_cli.verifiers.server`."""
 
@@ -87,7 +80,6 @@ class Server:
         threads = {
             f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "VECLIB_MAXIMUM")
         }
-        _open_standard_descriptors()
         self._control, theirs = socket.socketpair()
         with theirs:
             arguments = (str(theirs.fileno()), str(os.getpid()), str(memory_mb))
