@@ -215,7 +215,7 @@ def _equal(gold: str, found: str) -> bool:
         known = compare(gold, found, _equal)
     if known is not None:
         return known
-    if "approx" in found and "approx" not in gold:
+    if _APPROXIMATELY.search(found) and not _APPROXIMATELY.search(gold):
         return _by_approximation(gold, found)
     one, other = read(gold), read(found)
     if not other:

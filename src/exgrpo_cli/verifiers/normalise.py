@@ -178,7 +178,7 @@ def _unwrap_bold(text: str) -> str:
 
 def _text(match: re.Match[str]) -> str:
     inner = match[1].strip()
-    if re.search(r"[0-9\\]", inner) or not re.search("[A-Za-z]", inner):
+    if re.match(r"[-+(]?\s?(?:\\?\$)?[0-9.\\]", inner) or not re.search("[A-Za-z]", inner):
         return match[1]  # what is no word needs no wrapper: \text{5}, \text{5 cm}, \textbf{\pi}
     if re.fullmatch(r"\(?[A-Za-z]\)?", inner) or match[0].startswith(r"\mathrm"):
         return match[0]
@@ -213,7 +213,8 @@ _DEGREE = re.compile(
 _ANGULAR = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc|cis|angle)(?![a-z])")
 _NOT_A_UNIT = (
     r"and|or|if|for|when|where|with|is|are|not|no|in|base|mod|thousand|million|billion|trillion"
-    r"|dozen|percent|percentage|pct|less|more|than|least|most|wrong|per cent|hundred"
+    r"|halves|half|thirds?|quarters?|[a-z]{3,7}ths?|factorial|squared|cubed|minus|plus|over|times"
+    r"|divided|dozen|percent|percentage|pct|less|more|than|least|most|wrong|per cent|hundred"
 )
 _ENDS = r"(?=\s*+(?:$|[,;)\]&]|\\[\\}]|\.\s*+$))"
 _UNIT = r"\\(?:text|mathrm|mbox)\s*+\{(?:[^{}]*+)\}(?:\s*+\^\s*+(?:\{\s*+-?[0-9]\s*+\}|-?[0-9]))?"
@@ -306,7 +307,7 @@ _GROUPED = re.compile(
     r"([0-9]{1,3}(?: [0-9]{3})+)(?![A-Za-z0-9_])"
 )
 _COMMAS = re.compile(
-    r"((?:[^,=]*+(?:=|\\approx))*+\s*+[-+]?)([1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?)(\s*+\\?%)?"
+    r"((?:[^,=]*+(?:=|\\approx))*+\s*+[-+]?)([1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?)(\s*+[A-Za-z%\\][^,]*+)?"
 )
 _TIMES = re.compile(r"(?<![A-Za-z0-9_^{}.\\])([0-9]+)\s*+\((?=\s*+[-0-9])")
 _REPEATING = re.compile(
