@@ -12,6 +12,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.runs.provenance import record_provenance
 
 SAMPLED_BY = (
     "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
@@ -23,7 +24,8 @@ SAMPLED_BY = (
 def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
     """Put the recipe and the problems into the run directory, where they are not there yet.
 
-    A changed recipe replaces ``recipe.toml``, and the keys that changed are said.
+    A changed recipe replaces ``recipe.toml``, and the keys that changed are said; where and with
+    what it was started is added to ``provenance.json``.
 
     Raises:
         InputError: no problems given, or none that fit; settings that cannot train, or that this
@@ -75,6 +77,7 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))
+    record_provenance(run, recipe)
 
 
 def check_devices(recipe: Recipe) -> None:
