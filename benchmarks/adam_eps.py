@@ -33,7 +33,7 @@ def sampled_groups(recipe: Any, updates: int) -> list[Any]:
     from exgrpo_cli.engines import Request, Sampling
     from exgrpo_cli.engines.transformers import TransformersEngine
     from exgrpo_cli.models import load_tokenizer
-    from exgrpo_cli.prompts import render_prompt
+    from exgrpo_cli.problems.prompts import render_prompt
     from exgrpo_cli.tables import row_seed
     from exgrpo_cli.training.batch import Row
     from exgrpo_cli.training.objective import group_advantages

@@ -10,7 +10,7 @@
 RUN ?= runs/mine
 STEPS ?= 1
 EXGRPO ?= exgrpo
-ENGINE ?= auto
+ENGINE ?=
 
 NUMBERS := $(shell seq 0 $$(( $(STEPS) - 1 )))
 step = step-$(shell printf %05d $(1))
@@ -34,7 +34,7 @@ iterate: $(RUN)/policy/$(call step,$(STEPS))
 # up to date all the same. Once every question is retired they make nothing, and nor does it.
 define ITERATION
 $(RUN)/.made/$(1)-rollout: $(if $(filter 0,$(1)),,$(RUN)/policy/$(call step,$(1)))
-	$(EXGRPO) rollout $(RUN) --step $(1) --engine $(ENGINE)
+	$(EXGRPO) rollout $(RUN) --step $(1) $(if $(ENGINE),--engine $(ENGINE))
 	@mkdir -p $$(@D) && touch $$@
 
 $(RUN)/.made/$(1)-verify: $(RUN)/.made/$(1)-rollout

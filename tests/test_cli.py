@@ -213,7 +213,11 @@ def test_a_plan_for_another_problem_set(exgrpo: Exgrpo, tmp_path: Path, policy: 
 def test_problems_that_are_wrong(exgrpo: Exgrpo, tmp_path: Path) -> None:
     out = tmp_path / "problems.parquet"
     for name, rows, words in (
-        ("noanswer", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": ""}], "2"),
+        (
+            "noquestion",
+            [{"prompt": "1+1=", "answer": "2"}, {"prompt": "", "answer": "4"}],
+            "line 2",
+        ),
         ("columns", [{"frage": "1+1=", "antwort": "2"}], "frage"),
         ("empty", [], "empty"),
     ):

@@ -96,7 +96,7 @@ def test_the_demo_has_the_scale_of_the_defaults() -> None:
 
 
 def test_the_llama_recipes_replace_it() -> None:
-    from exgrpo_cli.prompts import render_prompt
+    from exgrpo_cli.problems.prompts import render_prompt
 
     class Letters:  # a tokenizer's two faces that a prompt needs
         chat_template = None

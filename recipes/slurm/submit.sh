@@ -10,10 +10,17 @@
 # Options for sbatch (partition, account, time) come from the environment:
 #   GPU_OPTIONS="--partition=gpu --gres=gpu:1" CPU_OPTIONS="--partition=cpu"
 #   TRAIN_OPTIONS="--partition=gpu --nodes=2 --gres=gpu:8"     (default: GPU_OPTIONS)
+# EVALUATE=10 evaluates every tenth policy, and the last, beside the steps that follow.
+# Logs lie in RUN/slurm.
 set -euo pipefail
 usage="usage: submit.sh RUN FIRST_STEP STEPS [TASKS]"
 run=${1:?$usage} first=${2:?$usage} steps=${3:?$usage} tasks=${4:-8}
-script=$(dirname "$0")/stage.sbatch
+script=$(dirname "$0")/stage.sbatch every=${EVALUATE:-0}
+[[ -s $run/recipe.toml ]] || {
+  echo "submit.sh: $run: no run (recipe.toml is missing); start it with: exgrpo init $run -r RECIPE" >&2
+  exit 2
+}
+mkdir -p "$run/slurm"
 read -ra gpu <<<"${GPU_OPTIONS:-}"
 read -ra cpu <<<"${CPU_OPTIONS:-}"
 read -ra trainer <<<"${TRAIN_OPTIONS:-${GPU_OPTIONS:-}}"
@@ -22,6 +29,7 @@ submit() { # STAGE STEP TASKS DEPENDENCY OPTIONS... -> job id
   local stage=$1 step=$2 count=$3 after=$4
   shift 4
   sbatch --parsable --job-name="$stage-$step" --kill-on-invalid-dep=yes \
+    --output="$run/slurm/%x-%A${count:+_%a}.log" \
     ${after:+--dependency=afterok:$after} \
     ${count:+--array=0-$((count - 1))} "$@" "$script" "$stage" "$run" "$step" $count | cut -d';' -f1
 }
@@ -34,4 +42,8 @@ for ((step = first; step < first + steps; step++)); do
   curate=$(submit curate "$step" "" "$verify:$score" "${cpu[@]}")
   after=$(submit train "$step" "" "$curate" "${trainer[@]}")
   echo "step $step: rollout $rollout, verify $verify, score $score, curate $curate, train $after"
+  next=$((step + 1))
+  if ((every > 0 && (next % every == 0 || next == first + steps))); then
+    echo "step $next: evaluate $(submit evaluate "$next" "" "$after" "${gpu[@]}")"
+  fi
 done

@@ -149,7 +149,12 @@ class RunDir:
                 continue
             merged: dict[str, Any] = {"step": number}
             for file in sorted((self.root / "metrics" / step_name(number)).glob("*.json")):
-                merged |= json.loads(file.read_text(encoding="utf-8"))
+                try:
+                    merged |= json.loads(file.read_text(encoding="utf-8"))
+                except (ValueError, TypeError) as error:
+                    raise InputError(
+                        f"{file}: damaged; remove it (its numbers of step {number} are lost)"
+                    ) from error
             lines[number] = merged
         text = "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines))
         write_text(self.metrics, text)

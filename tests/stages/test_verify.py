@@ -10,60 +10,12 @@ import pytest
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.recipe import parse_recipe
 from exgrpo_cli.stages import verify as stage
 from exgrpo_cli.stages.verify import explain, verify
+from rollout_files import RECIPE, rollout, trusting, write_problems, write_rollouts
 
 Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
-
-RECIPE = parse_recipe({"verify": {"workers": 1, "timeout": 1.0}}, "test")
-
-
-def rollout(problem_id: str, sample: int, text: str) -> dict[str, object]:
-    return {
-        "rollout_id": f"s00000/{problem_id}/{sample:02d}",
-        "step": 0,
-        "problem_id": problem_id,
-        "sample": sample,
-        "role": "fresh",
-        "policy": "step-00000",
-        "prompt_ids": [1],
-        "token_ids": [2],
-        "text": text,
-        "logprobs": [-0.5],
-        "entropies": None,
-        "mean_entropy": 0.5,
-        "entropy_source": "logprobs",
-        "mean_logprob": -0.5,
-        "tokens": 1,
-        "token_hash": tables.token_hash([2]),
-        "finish_reason": "stop",
-        "seed": 1,
-    }
-
-
-def write_problems(path: Path, rows: list[tuple[str, str, str, str | None]]) -> Path:
-    data = tables.frame(
-        "problems",
-        [
-            {
-                "problem_id": identifier,
-                "prompt": [{"role": "user", "content": f"question {identifier}"}],
-                "answer": answer,
-                "verifier": verifier,
-                "source": "test",
-                "metadata": metadata,
-            }
-            for identifier, answer, verifier, metadata in rows
-        ],
-    )
-    tables.write_table("problems", data, path)
-    return path
-
-
-def write_rollouts(path: Path, rows: list[dict[str, object]]) -> Path:
-    tables.write_table("rollouts", tables.frame("rollouts", rows), path)
-    return path
 
 
 @pytest.fixture
@@ -104,10 +56,12 @@ def test_a_verdict_for_every_rollout_in_order(tmp_path: Path, problems: Path) ->
     rollouts = write_parts(tmp_path / "rollouts")
     out = tmp_path / "verdicts"
     lines: list[str] = []
-    result = verify(rollouts, problems, out, RECIPE, log=lines.append)
+    result = verify(rollouts, problems, out, trusting(tmp_path), log=lines.append)
     assert result["rows"] == 18
     assert result["correct"] == 6
-    expected = {"ok": 9, "no_answer": 3, "unparsable": 3, "timeout": 3, "error": 0}
+    expected = {
+        "ok": 9, "no_answer": 3, "no_format": 0, "unparsable": 3, "timeout": 3, "error": 0,
+    }  # fmt: skip
     assert result["by_status"] == expected
     assert (result["parts_done"], result["parts_skipped"]) == (3, 0)
     # the tower was waited for once, the later parts remember it
@@ -166,7 +120,7 @@ def test_one_file_to_one_file(tmp_path: Path) -> None:
 def test_an_empty_part(tmp_path: Path, problems: Path) -> None:
     write_rollouts(tmp_path / "empty.parquet", [])
     out = tmp_path / "verdicts.parquet"
-    assert verify(tmp_path / "empty.parquet", problems, out, RECIPE)["rows"] == 0
+    assert verify(tmp_path / "empty.parquet", problems, out, trusting(tmp_path))["rows"] == 0
     assert tables.read_table("verdicts", out).height == 0
 
 
@@ -174,7 +128,7 @@ def test_rollouts_of_another_problem_set(tmp_path: Path, problems: Path) -> None
     file = write_rollouts(tmp_path / "r.parquet", [rollout("gone", 0, r"\boxed{1}")])
     out = tmp_path / "verdicts.parquet"
     with pytest.raises(InputError) as caught:
-        verify(file, problems, out, RECIPE)
+        verify(file, problems, out, trusting(tmp_path))
     for words in (str(file), str(problems), "'gone'"):
         assert words in str(caught.value)
     assert not out.exists()
@@ -186,20 +140,20 @@ def test_bad_input_leaves_nothing(tmp_path: Path, problems: Path) -> None:
     broken = folder / tables.part_name(1, 2)
     broken.write_bytes(broken.read_bytes()[:-20])
     with pytest.raises(InputError, match="truncated or damaged"):
-        verify(folder, problems, out, RECIPE, shard=tables.Shard(1, 2))
+        verify(folder, problems, out, trusting(tmp_path), shard=tables.Shard(1, 2))
     assert not out.exists()
     with pytest.raises(InputError, match="upon the rollouts"):
-        verify(folder, problems, folder, RECIPE)
+        verify(folder, problems, folder, trusting(tmp_path))
     no_text = tmp_path / "no_text.parquet"
     pl.DataFrame({"rollout_id": ["a"], "problem_id": ["m"]}).write_parquet(no_text)
     with pytest.raises(InputError, match="column text is missing"):
-        verify(no_text, problems, out, RECIPE)
+        verify(no_text, problems, out, trusting(tmp_path))
     twice = write_problems(tmp_path / "twice.parquet", [("m", "1", "math", None)] * 2)
     with pytest.raises(InputError, match="more than once"):
-        verify(folder, twice, out, RECIPE)
+        verify(folder, twice, out, trusting(tmp_path))
     unknown = write_problems(tmp_path / "unknown.parquet", [("m", "1", "maths", None)])
     with pytest.raises(InputError, match="unknown verifier"):
-        verify(folder, unknown, out, RECIPE)
+        verify(folder, unknown, out, trusting(tmp_path))
     assert not out.exists()
 
 
@@ -208,7 +162,7 @@ def test_only_the_columns_it_needs(tmp_path: Path, problems: Path) -> None:
     pl.DataFrame(
         {"rollout_id": ["a"], "problem_id": ["m"], "text": ["#### 1/2"], "else": [1]}
     ).write_parquet(loose)
-    assert verify(loose, problems, tmp_path / "v.parquet", Recipe())["correct"] == 1
+    assert verify(loose, problems, tmp_path / "v.parquet", trusting(tmp_path))["correct"] == 1
 
 
 def test_the_recipe_says_where_the_answer_is(tmp_path: Path) -> None:
@@ -225,41 +179,6 @@ def test_the_recipe_says_where_the_answer_is(tmp_path: Path) -> None:
         assert explain(file, problems, "s00000/m/00", recipe)["extracted"] == extracted
 
 
-def test_rewards_for_format_and_length(tmp_path: Path) -> None:
-    problems = write_problems(tmp_path / "p.parquet", [("m", "1", "exact", None)])
-    rows = [
-        rollout("m", 0, r"<think>a</think> \boxed{1}"),
-        rollout("m", 1, r"<think>a</think> \boxed{2}"),
-        rollout("m", 2, r"\boxed{1}") | {"tokens": 95},
-        rollout("m", 3, r"\boxed{1} and so on") | {"tokens": 100, "finish_reason": "length"},
-        rollout("m", 4, "cut") | {"tokens": 7, "finish_reason": "length"},
-    ]
-    file = write_rollouts(tmp_path / "r.parquet", rows)
-
-    def rewards(**options: object) -> list[float]:
-        recipe = parse_recipe(
-            {"verify": {"workers": 1} | options, "rollout": {"max_new_tokens": 100}}, "test"
-        )
-        out = tmp_path / "v.parquet"
-        verify(file, problems, out, recipe, force=True)
-        verdicts = tables.read_table("verdicts", out)
-        assert verdicts["correct"].to_list() == [True, False, True, True, False]
-        assert verdicts["status"].to_list() == ["ok"] * 4 + ["no_answer"]
-        shown = explain(file, problems, "s00000/m/03", recipe)
-        assert shown["reward"] == pytest.approx(verdicts["reward"][3])
-        return verdicts["reward"].to_list()
-
-    assert rewards() == [1.0, 0.0, 1.0, 1.0, 0.0]
-    assert rewards(format_reward=0.25) == [1.25, 0.25, 1.0, 1.0, 0.0]
-    assert rewards(length_penalty=0.5) == [1.0, 0.0, 1.0, 0.5, -0.5]
-    assert rewards(length_penalty=0.5, length_margin=20) == [1.0, 0.0, 0.625, 0.5, -0.5]
-    # the columns for lengths are read only where they are needed
-    pl.DataFrame({"rollout_id": ["a"], "problem_id": ["m"], "text": ["#### 1"]}).write_parquet(file)
-    recipe = parse_recipe({"verify": {"workers": 1, "length_penalty": 1.0}}, "test")
-    with pytest.raises(InputError, match="column tokens is missing"):
-        verify(file, problems, tmp_path / "v.parquet", recipe, force=True)
-
-
 def test_another_verifier_than_the_problems_say(tmp_path: Path) -> None:
     problems = write_problems(tmp_path / "p.parquet", [("e", "1/2", "exact", None)])
     file = write_rollouts(tmp_path / "r.parquet", [rollout("e", 0, r"\boxed{0.5}")])
@@ -270,6 +189,21 @@ def test_another_verifier_than_the_problems_say(tmp_path: Path) -> None:
     assert explain(file, problems, "s00000/e/00", RECIPE, "numeric")["correct"] is True
     with pytest.raises(InputError, match="unknown verifier"):
         verify(file, problems, out, RECIPE, verifier="numerics")
+
+
+@pytest.mark.parametrize("verifier", ["exact", "numeric"])
+def test_any_of_several_golds_is_right(tmp_path: Path, verifier: str) -> None:
+    golds = json.dumps({"golds": ["2", "-1,000"], "level": 1})
+    problems = write_problems(tmp_path / "p.parquet", [("a", "2", verifier, golds)])
+    texts = [r"\boxed{-1,000}", r"\boxed{2}", r"\boxed{3}", "none"]
+    rows = [rollout("a", sample, text) for sample, text in enumerate(texts)]
+    rollouts = write_rollouts(tmp_path / "part-00000-of-00001.parquet", rows)
+    verify(rollouts, problems, tmp_path / "v.parquet", RECIPE)
+    judged = tables.read_table("verdicts", tmp_path / "v.parquet")
+    assert judged["correct"].to_list() == [True, True, False, False]
+    assert judged["status"].to_list() == ["ok", "ok", "ok", "no_answer"]
+    told = explain(rollouts, problems, "s00000/a/00", RECIPE)
+    assert (told["answer"], told["correct"]) == ("-1,000", True)
 
 
 def test_a_large_file_is_read_and_written_in_pieces(
@@ -305,7 +239,7 @@ def test_a_null_is_named_by_its_row(tmp_path: Path, problems: Path) -> None:
         {"rollout_id": ["a", "b"], "problem_id": ["m", "m"], "text": ["x", None]}
     ).write_parquet(file)
     with pytest.raises(InputError, match="column text is null in row 2"):
-        verify(file, problems, tmp_path / "v.parquet", RECIPE)
+        verify(file, problems, tmp_path / "v.parquet", trusting(tmp_path))
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e9, 0.0, -1.0])
@@ -320,12 +254,13 @@ def test_explain_on_the_command_line(tmp_path: Path, problems: Path, exgrpo: Exg
     done = exgrpo(
         "verify", "--rollouts", rollouts, "--problems", problems,
         "--explain", "s00000/m/00", "--json",
+        "--set", f"problems.verifier={tmp_path / 'own.py'}:judge",
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert (found["answer"], found["extracted"]) == (r"\frac{1}{2}", "0.5")
     assert (found["status"], found["correct"], found["reward"]) == ("ok", True, 1.0)
-    assert "1/2" in found["parsed_answer"]
-    assert "1/2" in found["parsed_extracted"]
+    assert r"\frac{1}{2}" in found["parsed_answer"]
+    assert "0.5" in found["parsed_extracted"]
     assert found["why"] == "equal to the gold answer"
     assert found["response_end"].endswith(r"So \boxed{0.5} 0")
     assert not list(tmp_path.glob("*verdicts*"))  # nothing is written
@@ -333,15 +268,15 @@ def test_explain_on_the_command_line(tmp_path: Path, problems: Path, exgrpo: Exg
 
 def test_explain(tmp_path: Path, problems: Path) -> None:
     rollouts = write_parts(tmp_path / "rollouts")
-    wrong = explain(rollouts, problems, "s00000/c/02", RECIPE)
+    wrong = explain(rollouts, problems, "s00000/c/02", trusting(tmp_path))
     assert (wrong["parsed_answer"], wrong["parsed_extracted"]) == ("B", "C")
     assert wrong["why"] == "C, not B"
-    assert explain(rollouts, problems, "s00000/m/10", RECIPE)["status"] == "no_answer"
-    late = explain(rollouts, problems, "s00000/m/22", RECIPE)
+    assert explain(rollouts, problems, "s00000/m/10", trusting(tmp_path))["status"] == "no_answer"
+    late = explain(rollouts, problems, "s00000/m/22", trusting(tmp_path))
     assert (late["status"], late["parsed_answer"]) == ("timeout", None)
     assert "1 seconds" in late["why"]
     with pytest.raises(InputError, match="no rollout 's00000/x/00'"):
-        explain(rollouts, problems, "s00000/x/00", RECIPE)
+        explain(rollouts, problems, "s00000/x/00", trusting(tmp_path))
 
 
 def test_a_verifier_that_fails_everywhere_ends_with_1(exgrpo: Exgrpo, tmp_path: Path) -> None:
@@ -351,7 +286,8 @@ def test_a_verifier_that_fails_everywhere_ends_with_1(exgrpo: Exgrpo, tmp_path: 
     rows = [rollout("f", sample, "1") for sample in range(2)]
     rollouts = write_rollouts(tmp_path / "rollouts.parquet", rows)
     out = tmp_path / "verdicts.parquet"
-    done = exgrpo("verify", "--rollouts", rollouts, "--problems", problems, "--out", out, code=1)
+    files = ("--rollouts", rollouts, "--problems", problems, "--out", out)
+    done = exgrpo("verify", *files, "--set", f"problems.verifier={own}:judge", code=1)
     assert "0 of 2 correct (2 error)" in done.stderr
     assert f"exgrpo: {out}: every verdict is an error" in done.stderr
     assert tables.read_table("verdicts", out)["status"].to_list() == ["error"] * 2

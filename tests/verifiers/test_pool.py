@@ -33,13 +33,19 @@ HOSTILE = [
 ]
 
 
-def workers_alive() -> list[psutil.Process]:
-    """The verifier workers of this process; other tests' children do not count."""
+def servers_alive(pid: int | None = None) -> list[psutil.Process]:
+    """The verifiers' servers of a process; other tests' children do not count."""
     return [
         child
-        for child in psutil.Process().children()
-        if "exgrpo_cli.verifiers.worker" in " ".join(child.cmdline())
+        for child in psutil.Process(pid).children()
+        if "exgrpo_cli.verifiers.server" in " ".join(child.cmdline())
     ]
+
+
+def workers_alive(pid: int | None = None) -> list[psutil.Process]:
+    """The verifier workers of this process: of each keeper the first child."""
+    keepers = [keeper for server in servers_alive(pid) for keeper in server.children()]
+    return [worker for keeper in keepers for worker in keeper.children()[:1]]
 
 
 def test_hostile_answers_get_a_status_and_others_their_verdicts() -> None:
@@ -55,7 +61,7 @@ def test_hostile_answers_get_a_status_and_others_their_verdicts() -> None:
     with Pool(2, timeout=0.7, memory_mb=512) as pool:
         verdicts = pool.judge(jobs)
         # The kernel's peak of each worker that is left, imports included.
-        for worker in psutil.Process().children():
+        for worker in workers_alive():
             assert peak_memory(worker.pid) < 1024
     assert time.monotonic() - begin < 60
     hostile, right, wrong = verdicts[0:-1:3], verdicts[1::3], verdicts[2::3]
@@ -151,10 +157,7 @@ def test_workers_that_died_between_calls_are_replaced(user_file: Callable[[str],
             idle = workers_alive()
             for worker in idle:
                 worker.kill()
-            deadline = time.monotonic() + 10
-            while any(worker.status() != psutil.STATUS_ZOMBIE for worker in idle):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            assert not psutil.wait_procs(idle, timeout=10)[1]
 
 
 def test_a_timeout_may_be_asked_for_again(user_file: Callable[[str], str], tmp_path: Path) -> None:
@@ -315,7 +318,7 @@ def test_no_answer_needs_no_worker() -> None:
             ("ok", False, 0.0),
         ]
         assert pool.judge([]) == []
-        assert not workers_alive()
+        assert not servers_alive()
 
 
 def test_nothing_in_the_current_folder_shadows_a_module(
@@ -361,7 +364,7 @@ def start_stuck_parent(
     while time.monotonic() < deadline:
         if (folder / "a").exists() and (folder / "b").exists():
             time.sleep(0.2)
-            workers = psutil.Process(parent.pid).children()
+            workers = workers_alive(parent.pid)
             assert len(workers) == 2
             return parent, workers
         time.sleep(0.05)

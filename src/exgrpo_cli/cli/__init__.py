@@ -7,18 +7,22 @@ import importlib
 import io
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from exgrpo_cli import interrupts
 from exgrpo_cli.cli.app import app, drop_stdout, reader_is_gone
 from exgrpo_cli.machine import processes
+from exgrpo_cli.progress import to_stderr
 
 for _commands in ("stages", "runs", "inspect"):  # in the order of the help
     importlib.import_module(f"exgrpo_cli.cli.{_commands}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point; ``--debug`` may stand anywhere."""
+    """Entry point; ``--debug`` may stand anywhere, ``help`` and ``version`` where a command does.
+
+    A mistake in the usage is one line, as every other.
+    """
     from rich.console import Console
 
     # rich's own exits with 1
@@ -27,15 +31,22 @@ def main(argv: list[str] | None = None) -> None:
     if "--debug" in arguments:
         arguments = [a for a in arguments if a != "--debug"]
         os.environ["EXGRPO_DEBUG"] = "1"
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    if arguments == ["version"]:
+        arguments = ["--version"]
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        app(args=arguments, prog_name="exgrpo")
+        sys.exit(app(args=arguments, prog_name="exgrpo", standalone_mode=False))
     except BaseException as end:
         if interrupts.came():
             interrupts.say()  # where it landed beside the command
             _leave(130)
+        if hasattr(end, "format_message"):  # Typer's own kinds
+            _say_usage(end)
+            sys.exit(2)
         if processes() > 1 and isinstance(end, SystemExit):
             _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
@@ -43,9 +54,17 @@ def main(argv: list[str] | None = None) -> None:
         _flush()
 
 
+def _say_usage(error: Any) -> None:
+    words = (error.ctx.command_path if getattr(error, "ctx", None) else "").split()[1:]
+    message = " ".join(error.format_message().split()).rstrip(".?")
+    if message:
+        to_stderr(f"exgrpo: {message}; see: {' '.join(['exgrpo help', *words])}")
+
+
 def _flush() -> None:
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # the exit code stays
         drop_stdout()
 
@@ -60,5 +79,6 @@ def _leave(code: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     _flush()
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.flush()
     os._exit(code)

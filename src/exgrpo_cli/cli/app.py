@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import sys
@@ -67,8 +66,10 @@ def _fail(error: BaseException) -> NoReturn:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         to_stderr(f"exgrpo: {where}{error.strerror or error}")
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise SystemExit(2 if error.filename and not full else 1) from None
+        from exgrpo_cli.tables import FULL
+
+        bad_input = error.filename and error.errno not in FULL
+        raise SystemExit(2 if bad_input else 1) from None
     to_stderr(f"exgrpo: {type(error).__name__}: {first_line(error)} (--debug shows the traceback)")
     raise SystemExit(1) from None
 

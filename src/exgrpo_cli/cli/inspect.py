@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,10 @@ PANEL = "Data and inspection"
 @command(PANEL)
 def problems(
     shared: Shared,
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV or Parquet.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="JSONL, JSON, CSV, Parquet or Arrow; or a folder."),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", help="Problems table to write; without it, only check.")
     ] = None,
@@ -34,8 +38,22 @@ def problems(
         str | None,
         typer.Option(
             "--format",
-            help="auto, problems, verl, dapo, gsm8k, math, openr1, deepscaler, plain or chat.",
+            help="auto, problems, dapo, verl, gpqa, arc, mmlu_pro, mmlu, openr1, deepscaler, math,"
+            " olympiadbench, gsm8k, chat, sharegpt or plain.",
         ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns",
+            metavar="FIELD=COLUMN,…",
+            help="Where detection fails: question=Problem,answer=Gold; also options, id, source,"
+            " verifier.",
+        ),
+    ] = None,
+    skip_bad: Annotated[
+        bool | None,
+        typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them."),
     ] = None,
     verifier: Annotated[
         str | None,
@@ -57,14 +75,19 @@ def problems(
 ) -> None:
     """Bring your own problems into the problems table, and check them.
 
-    Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR, plain
-    prompt/answer, chat messages.
+    Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR,
+    OlympiadBench, ARC, MMLU, MMLU-Pro, GPQA, chats, ShareGPT, plain question and answer.
     """
+    named = [pair.partition("=") for pair in re.split(r",(?=\w+=)", columns)] if columns else []
+    if not all(field and equals and column for field, equals, column in named):
+        raise InputError(f"--columns {columns}: expected FIELD=COLUMN, such as question=Problem")
     settings = shared.settings(
         None,
         problems__format=format_,
         problems__verifier=verifier,
         problems__limit=limit,
+        problems__columns={field.strip(): column for field, _, column in named} or None,
+        problems__skip_bad=skip_bad,
     )
     from exgrpo_cli.runs.prepare import import_into
 

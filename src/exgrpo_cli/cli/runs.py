@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,6 +30,9 @@ from exgrpo_cli.cli.options import (
 )
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import to_stderr
+
+if TYPE_CHECKING:
+    from exgrpo_cli.rundir import RunDir
 
 PANEL = "Whole runs"
 
@@ -54,7 +59,8 @@ def init(
     from exgrpo_cli.runs.prepare import prepare
 
     place = RunDir(run)
-    prepare(place, settings, to_stderr)
+    with _new_run(place):
+        prepare(place, settings, to_stderr)
     print_result({"recipe": str(place.recipe), "problems": str(place.problems)}, shared.as_json)
 
 
@@ -95,17 +101,9 @@ def run(
     from exgrpo_cli.runs.loop import run as loop
 
     place = RunDir(run)
-    if run.exists() and not run.is_dir():
-        raise InputError(f"{run}: is a file; a run is a directory")
-    fresh = not run.exists()
-    run.mkdir(parents=True, exist_ok=True)
-    try:
-        with place.locked():
-            result = loop(place, settings, log=to_stderr)
-            result["report"] = str(write_report(place))
-    finally:
-        if fresh:
-            _remove_if_unused(run)
+    with _new_run(place):
+        result = loop(place, settings, log=to_stderr)
+        result["report"] = str(write_report(place))
     curve = learning_curve(place.read_metrics())
     if curve and not shared.as_json:
         print(curve)
@@ -170,10 +168,12 @@ def evaluate(
         print_result(summaries, shared.as_json)
         return
     from rich.console import Console
+    from rich.markup import escape
 
     from exgrpo_cli.stages.evaluate import format_table
 
-    for summary in summaries.values():
+    for name, summary in summaries.items():
+        Console().print(f"[bold]{escape(name)}[/]")
         Console().print(format_table(summary))
 
 
@@ -234,8 +234,21 @@ def merge(
     print_result(result, shared.as_json)
 
 
-def _remove_if_unused(run: Path) -> None:
-    """Take back a run directory in which nothing was begun."""
-    if {entry.name for entry in run.iterdir()} <= {".lock"}:
-        (run / ".lock").unlink(missing_ok=True)
-        run.rmdir()
+@contextmanager
+def _new_run(place: RunDir) -> Iterator[None]:
+    """Hold a run, made where it is not there; one in which nothing was begun is taken back.
+
+    Raises:
+        InputError: it is a file, or another process is at work in it.
+    """
+    if place.root.exists() and not place.root.is_dir():
+        raise InputError(f"{place.root}: is a file; a run is a directory")
+    fresh = not place.root.exists()
+    place.root.mkdir(parents=True, exist_ok=True)
+    with place.locked():
+        try:
+            yield
+        finally:  # under the lock: another may have begun here meanwhile
+            if fresh and {entry.name for entry in place.root.iterdir()} <= {".lock"}:
+                (place.root / ".lock").unlink(missing_ok=True)
+                place.root.rmdir()

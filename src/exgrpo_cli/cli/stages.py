@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +33,9 @@ from exgrpo_cli.cli.options import (
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import to_stderr
 
+if TYPE_CHECKING:
+    from exgrpo_cli.rundir import RunDir
+
 PANEL = "Stages"
 
 
@@ -58,6 +61,13 @@ def rollout(
     seed: SeedOption = None,
     shard: ShardOption = None,
     force: ForceOption = False,
+    discard_later: Annotated[
+        bool,
+        typer.Option(
+            "--discard-later",
+            help="With --force on a trained step: remove what came after it.",
+        ),
+    ] = False,
 ) -> None:
     """Sample the planned questions from the current policy, to Parquet.
 
@@ -88,13 +98,25 @@ def rollout(
         plan=plan,
         rollouts=out,
     )
-    if force and of.run is not None and of.next_policy.is_dir():
-        to_stderr(
-            f"step {of.number} is trained already: {of.next_policy} comes from the rollouts that"
-            " are replaced now"
-        )
+    if force and of.run is not None and of.next_policy.is_dir() and out is None:
+        _go_back(of.run, of.number, discard_later)
     result = stage(of, settings, shard=parse_shard(shard), force=force, log=to_stderr)
     shared.print(of, result)
+
+
+def _go_back(run: RunDir, step: int, allowed: bool) -> None:
+    """Sampling a trained step again throws away what everything after it was derived from."""
+    from exgrpo_cli.runs.discard import discard_after
+
+    if not allowed:
+        raise InputError(
+            f"{run.root}: step {step} is trained already, and its rollouts are the log from which"
+            " all that came later is derived; --discard-later removes that (policies, trainer"
+            f" states, rollouts of the steps after {step}) and samples anew"
+        )
+    with run.locked():
+        removed = discard_after(run, step)
+    to_stderr(f"removed what came after the rollouts of step {step}: policies {removed}")
 
 
 @command(PANEL)
@@ -298,4 +320,4 @@ def train(
     )
     with nullcontext() if of.run is None else of.run.locked():
         result = stage(of, settings, force=force, log=to_stderr)
-    shared.print(of, result)
+    shared.print(of, result, policy=str(of.next_policy))

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from exgrpo_cli.engines import (
     resolve_engine,
 )
 from exgrpo_cli.errors import InputError, StageError, first_line
-from exgrpo_cli.machine import process_environments
+from exgrpo_cli.machine import end_with_parent, process_environments
 from exgrpo_cli.models import check_policy
 from exgrpo_cli.recipe import Recipe
 
@@ -221,16 +220,10 @@ def _start(variables: dict[str, str]) -> _Worker:
     return _Worker(process, ours)
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(os.getpgrp(), signal.SIGTERM)
-
-
 def main() -> None:
     """``python -m exgrpo_cli.engines.parallel SOCKET PARENT_PID``: one engine, told what to do."""
     socket: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    end_with_parent(int(sys.argv[2]), group=True)
     engine: Any = None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         while True:

@@ -9,11 +9,13 @@ from exgrpo_cli.recipe.load import (
     read_toml,
     set_key,
     to_toml,
+    with_absolute_paths,
 )
 from exgrpo_cli.recipe.settings import (
     CurateSettings,
     ModelSettings,
     ObjectiveSettings,
+    ProblemSettings,
     Recipe,
     Section,
     TrainSettings,
@@ -24,6 +26,7 @@ __all__ = [
     "CurateSettings",
     "ModelSettings",
     "ObjectiveSettings",
+    "ProblemSettings",
     "Recipe",
     "Section",
     "TrainSettings",
@@ -36,4 +39,5 @@ __all__ = [
     "read_toml",
     "set_key",
     "to_toml",
+    "with_absolute_paths",
 ]

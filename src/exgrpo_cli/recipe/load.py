@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,15 @@ def _without_gone(values: dict[str, Any], origin: str) -> dict[str, Any]:
     return kept
 
 
-def parse_recipe(values: dict[str, Any], origin: str) -> Recipe:
+def parse_recipe(
+    values: dict[str, Any], origin: str, flags: Mapping[str, str] | None = None
+) -> Recipe:
     """A nested dictionary as a recipe.
 
     Args:
         values: as read from TOML.
         origin: a file name or flag, for the messages.
+        flags: what gave a key its value, by dotted key, where that was not ``origin``.
 
     Raises:
         InputError: an unknown key (with the nearest valid one), or a value out of its range.
@@ -80,6 +83,12 @@ def parse_recipe(values: dict[str, Any], origin: str) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
+        told = (
+            flag
+            for name, flag in (flags or {}).items()
+            if f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")
+        )
+        origin = next(told, origin)
         if first["type"] == "extra_forbidden":
             raise InputError(f"{origin}: {_unknown_key(key)}") from None
         message = first["msg"].removeprefix("Value error, ")
@@ -144,6 +153,7 @@ def load_recipe(
     values = read_toml(path) if path is not None else {}
     if path is not None:
         parse_recipe(values, str(path))  # so that a fault names the file, not the flags
+    given: dict[str, str] = {}
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals:
@@ -151,9 +161,13 @@ def load_recipe(
                 f"--set {text}: expected KEY=VALUE, such as --set train.learning_rate=2e-6"
             )
         set_key(values, key.strip(), parse_value(value.strip()))
+        given[key.strip()] = "--set"
     for key, value in (flags or {}).items():
         set_key(values, key, value)
-    return parse_recipe(values, "--set" if sets else (str(path) if path else "options"))
+        if value is not None:
+            given[key] = f"--{key.rpartition('.')[2].replace('_', '-')}"
+    origin = next(reversed(given.values()), str(path) if path else "options")
+    return parse_recipe(values, origin, given)
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -172,3 +186,25 @@ def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
     pairs = {key: (value(old, key), value(new, key)) for key in known_keys()}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with its files and folders by absolute paths, where they are there: a run must not
+    depend on the folder that a command is typed in."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+    problems, evaluate = recipe.problems, recipe.evaluate
+    return recipe.model_copy(
+        update={
+            "model": recipe.model.model_copy(update={"path": absolute(recipe.model.path)}),
+            "problems": problems.model_copy(update={"path": absolute(problems.path)}),
+            "objective": recipe.objective.model_copy(
+                update={"reference": absolute(recipe.objective.reference)}
+            ),
+            "evaluate": evaluate.model_copy(
+                update={"problems": {n: absolute(p) for n, p in evaluate.problems.items()}}
+            ),
+        }
+    )

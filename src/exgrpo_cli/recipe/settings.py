@@ -58,6 +58,10 @@ class ProblemSettings(Section):
     format: str = Field("auto", description="the file's schema, where detection gets it wrong")
     verifier: str = Field("math", description="verifier of problems that name none")
     limit: int | None = Field(None, ge=1, description="only the first so many problems")
+    columns: dict[Literal["question", "answer", "options", "id", "source", "verifier"], str] = (
+        Field({}, description="field = column, where detection fails, such as {answer = 'Gold'}")
+    )
+    skip_bad: bool = Field(False, description="leave out rows that cannot be read, and count them")
 
 
 class RolloutSettings(Section):
@@ -108,9 +112,17 @@ class VerifySettings(Section):
     )
     workers: int | None = Field(None, ge=1, description="worker processes; default: the cores")
     memory_mb: int = Field(2048, ge=256, description="memory a worker may take for an answer, MiB")
-    extract: Literal["auto", "boxed", "answer_tag", "hashes", "phrase", "last_line"] = Field(
-        "auto",
-        description="where the answer is; auto: the first of boxed, answer_tag, hashes, phrase",
+    require: Literal["none", "think", "think_answer"] = Field(
+        "none",
+        description="format without which the reward is 0: a closed thought (as published), or one"
+        " and <answer>...</answer>",
+    )
+    extract: Literal["auto", "boxed", "answer_tag", "hashes", "phrase", "last_line", "whole"] = (
+        Field(
+            "auto",
+            description="where the answer is; auto: a box, else a tag, else hashes or phrase;"
+            " whole: math-verify looks for it in all that follows the thought (as published)",
+        )
     )
     format: Literal["think", "think_answer"] = Field(
         "think", description="what format_reward is for: a thought, or one and <answer>...</answer>"

@@ -24,7 +24,8 @@ def evaluate_due(session: Session, step: int) -> None:
     if settings.every == 0 or (step % settings.every and step != session.recipe.loop.steps):
         return
     for name, source in settings.problems.items():
-        if not (session.run.evaluation(step, name) / "summary.json").exists():
+        done = session.run.evaluation(step, name) / "summary.json"
+        if not (done.exists() and session.run.stage_metrics(step, f"evaluate-{name}").exists()):
             evaluate_set(session, step, name, Path(source))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from exgrpo_cli.engines.warm import return_memory
-from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.progress import Log, quiet, stage_line
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.evaluations import evaluate_due
@@ -42,7 +42,7 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
     check_devices(recipe)
     # Before prepare writes the recipe: a tracker that does not start must not stay in it.
     track = open_tracker(recipe.loop.track, place, recipe.model_dump(mode="json"))
-    prepare(place, recipe, log)
+    recipe = prepare(place, recipe, log)
     finished = False
 
     def send(step: int) -> None:
@@ -53,8 +53,8 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
     with Session(place, recipe, log) as session:
         evaluate_due(session, 0)
         for number in range(recipe.loop.steps):
-            done = place.policy(number + 1).is_dir()
-            if done:
+            began = time.monotonic()
+            if place.policy(number + 1).is_dir():
                 _train(session, session.step(number))  # but were its metrics recorded?
             elif _iterate(session, session.step(number)):
                 finished = True
@@ -62,6 +62,7 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
                 break
             else:
                 send(number)
+                session.iterations.append(time.monotonic() - began)
             evaluate_due(session, number + 1)
         send(recipe.loop.steps)  # a line of its own: the last policy's evaluation
     last: dict[str, float] = {}
@@ -83,18 +84,24 @@ def _iterate(session: Session, step: Step) -> bool:
 
     recipe, log = session.recipe, session.log
     engine, pool = session.engine, session.pool
-    sampled = _timed(step, "rollout", lambda: rollout(step, recipe, log=log, engine=engine.at))
+
+    def timed(stage: str, call: Callable[[], Result]) -> Result:
+        what = f"step {step.number + 1} of {recipe.loop.steps}: {stage}"
+        with stage_line(what, session.seconds_left(step.number)):
+            return _timed(step, stage, call)
+
+    sampled = timed("rollout", lambda: rollout(step, recipe, log=log, engine=engine.at))
     if sampled.finished:
         return True
-    judged = _timed(step, "verify", lambda: verify(step, recipe, pool=pool))
+    judged = timed("verify", lambda: verify(step, recipe, pool=pool))
     for note in judged.notes:
         log(f"step {step.number}: {note}")
     refuse_errors(judged, step.verdicts)
     engine.make_room()
     if recipe.score.enabled:
-        _timed(step, "score", lambda: _score(session, step))
-    chosen = _timed(step, "curate", lambda: curate(step, recipe))
-    trained = _timed(step, "train", lambda: _train(session, step))
+        timed("score", lambda: _score(session, step))
+    chosen = timed("curate", lambda: curate(step, recipe))
+    trained = timed("train", lambda: _train(session, step))
     for note in (*chosen.notes, *trained.notes):
         log(note)
     log(_line(step.number, {**chosen.metrics, **trained.metrics}))

@@ -10,7 +10,14 @@ from exgrpo_cli import tables
 from exgrpo_cli.engines import engine_count
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
-from exgrpo_cli.recipe import Recipe, differences, load_recipe, to_toml
+from exgrpo_cli.recipe import (
+    ProblemSettings,
+    Recipe,
+    differences,
+    load_recipe,
+    to_toml,
+    with_absolute_paths,
+)
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
 
@@ -21,29 +28,37 @@ SAMPLED_BY = (
 """Settings that a step's rollouts have in common, and that what is made from them counts on."""
 
 
-def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
+def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     """Put the recipe and the problems into the run directory, where they are not there yet.
 
-    A changed recipe replaces ``recipe.toml``, and the keys that changed are said; where and with
-    what it was started is added to ``provenance.json``.
+    A changed recipe replaces ``recipe.toml``, and the keys that changed are said. Its paths are
+    made absolute. Where and with what it was started is added to ``provenance.json``.
 
     Raises:
         InputError: no problems given, or none that fit; settings that cannot train, or that this
-            run was begun without.
+            run was begun without; problem sets of evaluations that are not there.
     """
     from exgrpo_cli.engines.limits import positions
     from exgrpo_cli.models import check_policy
 
     if run.root.exists() and not run.root.is_dir():
         raise InputError(f"{run.root}: is a file; a run is a directory")
+    if not recipe.model.path:
+        raise InputError("no model given: set model.path in the recipe, or give --model")
     check_policy(recipe.model.path)
+    recipe = with_absolute_paths(recipe)
+    for name, source in recipe.evaluate.problems.items():
+        if recipe.evaluate.every and not Path(source).exists():
+            raise InputError(f"evaluate.problems.{name} = {source!r}: no such file or folder")
     if recipe.curate.replay_ratio > 0 and recipe.rollout.samples - 1 <= recipe.curate.lower:
         raise InputError(
             f"rollout.samples = {recipe.rollout.samples} and curate.lower ="
             f" {recipe.curate.lower}: no success would ever be stored; raise samples, or set"
             " curate.replay_ratio = 0"
         )
-    changed = differences(load_recipe(run.recipe), recipe) if run.recipe.exists() else {}
+    changed = {}
+    if run.recipe.exists():
+        changed = differences(with_absolute_paths(load_recipe(run.recipe)), recipe)
     latest = max(run.steps("policy"), default=0)
     sampled = any(run.rollouts(latest).glob("*part-*"))  # also what a killed task has left
     for key, (old, new) in changed.items():
@@ -77,7 +92,8 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> None:
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))
-    record_provenance(run, recipe)
+    A changed recipe replaces ``recipe.toml``, and the keys that changed are said. Its paths are
+    made absolute. Where and with what it was started is added to ``provenance.json``.
 
 
 def check_devices(recipe: Recipe) -> None:
@@ -112,8 +128,8 @@ def import_into(
         log: gets what was dropped.
         name: the set's name, where rows have none.
         dedupe: whether a question that stands several times enters once.
-        held_out: whether it is for evaluation: ``problems.format`` and ``problems.limit`` are of
-            the training set, and do not count.
+        held_out: whether it is for evaluation: of ``problems`` only the verifier counts, the rest
+            is of the training set.
 
     Returns:
         The importer's report, with ``too_long`` and ``problems`` (how many were kept).
@@ -127,12 +143,22 @@ def import_into(
     if out is not None:
         _check_target(out, source)
     settings = recipe.problems
-    fmt, limit = ("auto", None) if held_out else (settings.format, settings.limit)
-    imported = import_problems(source, fmt, settings.verifier, name, limit, dedupe, log)
+    training = settings if not held_out else ProblemSettings(verifier=settings.verifier)
+    imported = import_problems(
+        source,
+        training.format,
+        training.verifier,
+        name,
+        training.limit,
+        dedupe,
+        log,
+        columns={str(name): column for name, column in training.columns.items()},
+        skip_bad=training.skip_bad,
+    )
     problems, report = imported.frame, dict(imported.report)
     if policy is not None:
         from exgrpo_cli.models import load_tokenizer
-        from exgrpo_cli.prompts import render_prompt
+        from exgrpo_cli.problems.prompts import render_prompt
 
         tokenizer = load_tokenizer(policy, recipe.model)
         limit = recipe.rollout.max_prompt_tokens

@@ -22,9 +22,20 @@ class Session:
         self.engine = WarmEngine(recipe, log)
         self.pool = open_pool(recipe)
 
+        self.iterations: list[float] = []
+        """Seconds of those done so far."""
+
     def step(self, number: int) -> Step:
         """A step of the run."""
         return Step.of(self.run, number)
+
+    def seconds_left(self, number: int) -> float | None:
+        """What the run takes from this step on; None before the first was done. Where there are
+        others, the first is not counted: it opens the engine."""
+        counted = self.iterations[1:] or self.iterations
+        if not counted:
+            return None
+        return sum(counted) / len(counted) * (self.recipe.loop.steps - number)
 
     def __enter__(self) -> Session:
         return self

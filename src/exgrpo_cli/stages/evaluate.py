@@ -110,9 +110,8 @@ def evaluate(
         "seed": recipe.seed,
         "problems": _digest([pid, *ids] for pid, ids in sorted(prompts.items())),
     }
-    answers = _digest(
-        [recipe.verify.extract, *sorted(table.select("problem_id", "answer", "verifier").rows())]
-    )
+    how = [recipe.verify.extract, recipe.verify.require]
+    answers = _digest([*how, *sorted(table.select("problem_id", "answer", "verifier").rows())])
     rollouts, verdicts = out / "rollouts.parquet", out / "verdicts.parquet"
     request = out / "evaluation.json"
     before = json.loads(request.read_text(encoding="utf-8")) if request.exists() else {}
@@ -253,7 +252,7 @@ def _sample(
                 rows[index] = completion_row(
                     step, asked[index], requests[index], completion, tokenizer, prefix="e"
                 )
-                advance(1)
+                advance(1, len(completion.token_ids))
     finally:
         if engine is None:
             loaded.close()

@@ -246,7 +246,7 @@ def _sample(
                     parts[number].rows[index] = row
                     parts[number].waiting.discard(index)
                     tokens += len(completion.token_ids)
-                    advance(1)
+                    advance(1, len(completion.token_ids))
                     if not parts[number].waiting:
                         close(number)
                     elif drafts is not None:

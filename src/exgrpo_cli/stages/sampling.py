@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.problems.prompts import render_prompt
 from exgrpo_cli.progress import Log, quiet
-from exgrpo_cli.prompts import render_prompt
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.step import Step
 

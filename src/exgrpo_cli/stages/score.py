@@ -81,8 +81,9 @@ def score(
                 computing += time.monotonic() - began
                 tables.write_table("scores", _table(rows["rollout_id"], scored, step), target)
                 metrics[kind] += rows.height
-                metrics["tokens"] += int(rows["token_ids"].list.len().sum())
-                advance(1)
+                tokens = int(rows["token_ids"].list.len().sum())
+                metrics["tokens"] += tokens
+                advance(1, tokens)
     return Result(
         len(todo),
         len(jobs) - len(todo),

@@ -72,7 +72,8 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
         say = log if distributed.rank() == 0 else quiet
         if distributed.gather(out.exists())[0] and not force:
             say(f"{out} exists already and is left as it is")
-            kept = read_trainer(step.next_trainer)["metrics"] if step.next_trainer.is_dir() else {}
+            state = step.next_trainer / "trainer.json"  # may have been pruned
+            kept = read_trainer(step.next_trainer)["metrics"] if state.exists() else {}
             _record(step, kept, again=True)
             return Result(skipped=1, metrics=kept)
         _check_trainer(step)
@@ -89,11 +90,18 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
 
 def _check_trainer(step: Step) -> None:
     trainer = step.find("trainer")
-    if trainer is not None and step.number > 0 and not trainer.is_dir():
-        raise InputError(
-            f"{trainer}: no trainer state for step {step.number}; train step {step.number - 1}"
-            " first, or give no trainer state to start the optimizer afresh"
-        )
+    if trainer is None or trainer.is_dir():
+        return
+    if "trainer" in step.given:
+        raise InputError(f"{trainer}: no such trainer state")
+    assert step.run is not None
+    kept = [n for n in step.run.steps("trainer") if n <= step.number]
+    before = f"the latest before it is of step {kept[-1]}" if kept else "none before it is kept"
+    raise InputError(
+        f"{trainer}: the optimizer's state of step {step.number} is not there ({before}); restore"
+        f" it, or train the steps from there on again: exgrpo train {step.run.root} --step"
+        f" {kept[-1] if kept else 0} --force"
+    )
 
 
 def _record(step: Step, metrics: dict[str, Any], *, again: bool = False) -> None:

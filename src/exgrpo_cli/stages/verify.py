@@ -10,18 +10,19 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.problems.values import golds_of
 from exgrpo_cli.progress import Log, quiet
-from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.recipe import Recipe, VerifySettings
 from exgrpo_cli.step import Result, Step
-from exgrpo_cli.verifiers import STATUSES, check_verifier, is_function
+from exgrpo_cli.verifiers import STATUSES, Verdict, allowed_verifier, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
-from exgrpo_cli.verifiers.reward import overlong, well_formed
+from exgrpo_cli.verifiers.reward import has_required, overlong, well_formed
 
 if TYPE_CHECKING:
     import duckdb
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
 
     from exgrpo_cli.verifiers.pool import Job, Pool
 
+Gold = tuple[list[str], str, str | None]
+Waiting = tuple[str, float, "list[Job]", bool]  # the last: whether they are to be judged
+
 _ROWS_READ = 512
 _ROWS_JUDGED = 16_384  # at once; enough that the workers rarely wait for the last one
 _BYTES_JUDGED = 64 * 2**20  # of texts held for them
 _UNJUDGED = ("unparsable", "timeout", "error")
+_READ_WHOLE_TEXTS = ("math", "math_verify")
 
 
 def verify(
@@ -51,9 +56,10 @@ def verify(
     bounded however large a part and its row groups are; the workers and what they have judged are
     kept from part to part.
 
-    The reward is the verifier's, plus ``verify.format_reward`` where the response is in
-    ``verify.format``, minus ``verify.length_penalty`` where it is overlong (see
-    :mod:`exgrpo_cli.verifiers.reward`). ``correct`` is the verifier's alone.
+    A response without the format that ``verify.require`` names is not judged: its status is
+    ``no_format``, it is not correct, and it earns 0. Otherwise the reward is the verifier's, plus
+    ``verify.format_reward`` where the response is in ``verify.format``. ``verify.length_penalty``
+    is taken from either where the response is overlong (see :mod:`exgrpo_cli.verifiers.reward`).
 
     Args:
         step: reads ``rollouts`` and ``problems``, writes ``verdicts``: a folder of parts or, for
@@ -78,7 +84,7 @@ def verify(
 
     began = time.monotonic()
     targets = _targets(step.rollouts, step.verdicts)
-    golds = _read_golds(step.problems, verifier)
+    golds = _read_golds(step.problems, recipe, verifier)
     mine = [(file, target) for file, target in targets if shard.has(tables.part_number(file)[0])]
     todo = [(file, target) for file, target in mine if force or not target.exists()]
     total = _Counts()
@@ -158,17 +164,21 @@ def explain(
     from exgrpo_cli.verifiers.pool import Pool
 
     problems = step.problems
-    golds = _read_golds(problems, verifier)
+    golds = _read_golds(problems, recipe, verifier)
     for file in tables.parquet_files(step.rollouts):
         identifiers = tables.read_table("rollouts", file, ["rollout_id"])["rollout_id"]
         index = (identifiers == rollout_id).arg_max() if identifiers.len() else None
         if index is None or identifiers[index] != rollout_id:
             continue
         row = _read_row(file, index, _columns(recipe))
-        job = _job(row, golds, problems, file, recipe.verify.extract)
         settings = recipe.verify
-        with Pool(1, settings.timeout, settings.memory_mb) as pool:
-            verdict = pool.explain(job)
+        jobs = _jobs(row, golds, problems, file, settings)
+        if has_required(row["text"], settings.require):
+            with Pool(1, settings.timeout, settings.memory_mb) as pool:
+                job, verdict = _best([(job, pool.explain(job)) for job in jobs])
+        else:
+            why = f"the response is not in the format of verify.require, {settings.require}"
+            job, verdict = jobs[0], Verdict("no_format", why=why)
         return {
             "rollout_id": rollout_id,
             "problem_id": row["problem_id"],
@@ -205,10 +215,8 @@ def _targets(rollouts: Path, out: Path) -> list[tuple[Path, Path]]:
     return targets
 
 
-def _read_golds(
-    problems: Path, verifier: str | None = None
-) -> dict[str, tuple[str, str, str | None]]:
-    """``problem_id`` to answer, verifier and (for functions) metadata."""
+def _read_golds(problems: Path, recipe: Recipe, verifier: str | None = None) -> dict[str, Gold]:
+    """``problem_id`` to gold answers, verifier and (for functions) metadata."""
     data = tables.read_table("problems", problems, ["problem_id", "answer", "verifier", "metadata"])
     if data["problem_id"].is_duplicated().any():
         row = data["problem_id"].is_duplicated().arg_max() or 0
@@ -216,8 +224,11 @@ def _read_golds(
             f"{problems}: problem_id {data['problem_id'][row]!r} is there more than once"
         )
     for name in [verifier] if verifier else data["verifier"].unique(maintain_order=True):
+        if not verifier:
+            row = ((data["verifier"] == name).arg_max() or 0) + 1
+            allowed_verifier(name, [recipe.problems.verifier], f"{problems}, row {row}")
         check_verifier(name)
-    return {identifier: (a, verifier or v, m) for identifier, a, v, m in data.iter_rows()}
+    return {i: (golds_of(a, m), verifier or v, m) for i, a, v, m in data.iter_rows()}
 
 
 def _columns(recipe: Recipe) -> list[str]:
@@ -277,13 +288,14 @@ def _read_row(file: Path, index: int, columns: list[str]) -> dict[str, Any]:
     return rows.collect().row(0, named=True)
 
 
-def _job(
+def _jobs(
     row: dict[str, Any],
-    golds: dict[str, tuple[str, str, str | None]],
+    golds: dict[str, Gold],
     problems: Path,
     file: Path,
-    rule: str,
-) -> Job:
+    settings: VerifySettings,
+) -> list[Job]:
+    """What decides a rollout's verdict: a job for each gold answer, of which any is right."""
     from exgrpo_cli.verifiers.pool import Job
 
     gold = golds.get(row["problem_id"])
@@ -292,10 +304,13 @@ def _job(
             f"{file}: rollout {row['rollout_id']} answers problem_id {row['problem_id']!r}, which"
             f" is not in {problems}; give the problems that were rolled out"
         )
-    answer, verifier, metadata = gold
-    extracted = extract_answer(row["text"], rule)
+    answers, verifier, metadata = gold
+    extracted = None
+    if has_required(row["text"], settings.require):
+        extracted = extract_answer(row["text"], settings.extract)
     if not is_function(verifier):
-        return Job(verifier, answer, extracted)
+        whole = settings.extract == "whole" and verifier in _READ_WHOLE_TEXTS
+        return [Job(verifier, answer, extracted, whole=whole) for answer in answers]
     try:
         values = json.loads(metadata) if metadata else {}
     except ValueError:  # no JSON, or an integer too long to be read
@@ -305,14 +320,24 @@ def _job(
             f"{problems}: metadata of problem_id {row['problem_id']!r} is no JSON object, which"
             f" verifier {verifier} takes"
         )
-    return Job(verifier, answer, extracted, response=row["text"], metadata=values)
+    return [Job(verifier, answers[0], extracted, response=row["text"], metadata=values)]
+
+
+def _best(judged: Sequence[tuple[Job, Verdict]]) -> tuple[Job, Verdict]:
+    """The verdict that counts where there are several golds: the first right one, else the first
+    that was judged, else the first; with the time of all."""
+    if len(judged) == 1:
+        return judged[0]
+    job, verdict = max(judged, key=lambda pair: (pair[1].correct, pair[1].status == "ok"))
+    return job, replace(verdict, seconds=sum(one.seconds for _, one in judged))
 
 
 def _extra_reward(row: dict[str, Any], recipe: Recipe) -> float:
     """What format and length add to a response's reward."""
     settings = recipe.verify
     extra = 0.0
-    if settings.format_reward and well_formed(row["text"], settings.format):
+    rewarded = settings.format_reward and has_required(row["text"], settings.require)
+    if rewarded and well_formed(row["text"], settings.format):
         extra += settings.format_reward
     if settings.length_penalty:
         truncated = row["finish_reason"] == "length"
@@ -343,29 +368,34 @@ class _Counts:
 def _judge_part(
     con: duckdb.DuckDBPyConnection,
     file: Path,
-    golds: dict[str, tuple[str, str, str | None]],
+    golds: dict[str, Gold],
     problems: Path,
     recipe: Recipe,
     pool: Pool,
     counts: _Counts,
 ) -> Iterator[pl.DataFrame]:
     """The verdicts on a file's rows, in their order, some thousands at a time."""
-    waiting: list[tuple[str, float, Job]] = []
+    waiting: list[Waiting] = []
     held = 0
     for row in _read_rows(con, file, _columns(recipe)):
-        job = _job(row, golds, problems, file, recipe.verify.extract)
-        waiting.append((row["rollout_id"], _extra_reward(row, recipe), job))
-        held += len(job.response) + len(job.extracted or "")
+        jobs = _jobs(row, golds, problems, file, recipe.verify)
+        judged = has_required(row["text"], recipe.verify.require)
+        waiting.append((row["rollout_id"], _extra_reward(row, recipe), jobs, judged))
+        held += len(jobs[0].response) + len(jobs[0].extracted or "")
         if len(waiting) >= _ROWS_JUDGED or held >= _BYTES_JUDGED:
             yield _judge(waiting, pool, counts)
             waiting, held = [], 0
     yield _judge(waiting, pool, counts)
 
 
-def _judge(waiting: Sequence[tuple[str, float, Job]], pool: Pool, counts: _Counts) -> pl.DataFrame:
+def _judge(waiting: Sequence[Waiting], pool: Pool, counts: _Counts) -> pl.DataFrame:
     rows = []
-    verdicts = pool.judge([job for _, _, job in waiting])
-    for (rollout_id, extra, job), verdict in zip(waiting, verdicts, strict=True):
+    verdicts = iter(pool.judge([job for _, _, jobs, judged in waiting if judged for job in jobs]))
+    for rollout_id, extra, jobs, judged in waiting:
+        if judged:
+            job, verdict = _best([(job, next(verdicts)) for job in jobs])
+        else:
+            job, verdict = jobs[0], Verdict("no_format")
         counts.rows += 1
         counts.correct += verdict.correct
         counts.by_status[verdict.status] += 1

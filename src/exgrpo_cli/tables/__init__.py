@@ -8,10 +8,12 @@ tasks, in any order, produces the same files.
 """
 
 from exgrpo_cli.tables.files import (
+    FULL,
     atomic_folder,
     atomic_path,
     finite_or_none,
     fsync,
+    remove_folder,
     umask,
     write_json,
     write_text,
@@ -31,6 +33,7 @@ from exgrpo_cli.tables.schemas import SCHEMAS, frame, polars_schema, row_seed, t
 from exgrpo_cli.tables.table import check_columns, check_frame, read_table, write_table
 
 __all__ = [
+    "FULL",
     "SCHEMAS",
     "WHOLE",
     "Shard",
@@ -49,6 +52,7 @@ __all__ = [
     "part_number",
     "polars_schema",
     "read_table",
+    "remove_folder",
     "require_all_parts",
     "row_seed",
     "token_hash",

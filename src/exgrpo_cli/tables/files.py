@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a write for which there is no room."""
+_ABANDONED_SECONDS = 3600.0
 
 
 @contextlib.contextmanager
@@ -32,19 +38,28 @@ def atomic_path(path: Path) -> Iterator[Path]:
             fsync(temporary)
         temporary.replace(path)
         fsync(path.parent)
+        _remove_abandoned(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """What killed writers of the same file have left beside it; others may be at work on it now."""
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - stale.stat().st_mtime > _ABANDONED_SECONDS:
+                stale.unlink()
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside ``path`` that becomes ``path`` when the block succeeds.
 
-    All files in it are fsynced first. What lay at ``path`` is replaced. What an earlier, killed
-    writer of the same folder left behind is removed.
+    All files in it are fsynced first. What lay at ``path`` is replaced, and is never there in part.
+    What an earlier, killed writer of the same folder left behind is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{path.name}.*.tmp"):
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     temporary.chmod(path.parent.stat().st_mode & 0o777)
@@ -58,24 +73,37 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 (Path(folder) / name).chmod(0o666 & ~mask)
                 fsync(Path(folder) / name)
             fsync(Path(folder))
-        if path.exists():
-            shutil.rmtree(path)
+        replaced = _put_aside(path) if path.exists() else None
         temporary.replace(path)
         fsync(path.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that a kill never leaves a part of it under its name."""
+    shutil.rmtree(_put_aside(path), ignore_errors=True)
+
+
+def _put_aside(path: Path) -> Path:
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    path.replace(aside)  # an empty folder gives way
+    fsync(path.parent)
+    return aside
+
+
 @contextlib.contextmanager
 def _full_disk_named(path: Path) -> Iterator[None]:
-    """A full disk or quota as an OSError that names the file.
+    """A full disk, quota or file size limit as an OSError that names the file.
 
     Python's own has no name, and polars and safetensors raise errors of their own.
     """
     try:
         yield
     except Exception as error:
-        for number in (errno.ENOSPC, errno.EDQUOT):
+        for number in FULL:
             if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
                 raise OSError(number, os.strerror(number), str(path)) from error
         raise

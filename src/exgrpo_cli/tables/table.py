@@ -68,6 +68,12 @@ def read_table(
 
 
 def _damaged(path: Path, error: Exception) -> str:
+    with path.open("rb") as handle:
+        if handle.read(4) != b"PAR1":
+            return (
+                f"{path}: not a Parquet table; problems in other formats are imported with:"
+                f" exgrpo problems {path} --out problems.parquet"
+            )
     reason = first_line(error)
     return f"{path}: not a readable Parquet file (truncated or damaged?): {reason}"
 

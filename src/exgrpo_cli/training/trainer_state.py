@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.tables import remove_folder
 from exgrpo_cli.training import distributed
 from exgrpo_cli.training.policy import trainable
 
@@ -237,5 +237,5 @@ def prune_trainers(latest: Path, keep: int) -> list[Path]:
             found.append((int(match[1]), path))
     removed = [path for _, path in sorted(found)[: max(len(found) - keep, 0)]]
     for path in removed:
-        shutil.rmtree(path)
+        remove_folder(path)
     return removed

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exgrpo_cli.progress import Log, quiet
+from exgrpo_cli.progress import progress as counted
 from exgrpo_cli.recipe import ObjectiveSettings, TrainSettings
 from exgrpo_cli.training import distributed, objective
 from exgrpo_cli.training.batch import Group, Row
@@ -373,46 +374,49 @@ def run_updates(
     parameters = list(trainable(head.model).values())
     head.model.train()
     result = StepResult({}, [], [], 0, [], settings.learning_rate, done)
-    for number, chunk in enumerate(chunks, start=1):
-        rows = [row for index in chunk for row in groups[order[index]]]
-        optimizer.zero_grad(set_to_none=True)
-        gradient = accumulate_gradient(
-            head, rows, terms, settings.tokens_per_microbatch, settings.autocast
-        )
-        if not gradient.sums:  # nothing to learn from: a gradient of 0, which still moves momentum
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-        total = distributed.full(
-            torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        )
-        torch.nn.utils.clip_grads_with_norm_(parameters, settings.max_grad_norm, total)
-        norm = float(total)
-        faulty = gradient.faulty
-        if faulty:
-            norm = math.nan
-        loss = gradient.sums.pop("loss", 0.0)
-        result.sums = objective.merge_sums(result.sums, gradient.sums)
-        result.losses.append(loss)
-        result.norms.append(norm)
-        what = f"update {number}/{len(chunks)}: loss {loss:.4g}, gradient norm {norm:.4g}"
-        limit = settings.skip_grad_norm
-        if not math.isfinite(norm) or (limit is not None and norm > limit):
-            why = "not finite" if not math.isfinite(norm) else f"above skip_grad_norm = {limit:g}"
-            result.said.append(f"{what}; SKIPPED, its gradient is {why}")
-            log(result.said[-1])
+    with counted("updates", len(chunks), log) as advance:
+        for number, chunk in enumerate(chunks, start=1):
+            rows = [row for index in chunk for row in groups[order[index]]]
+            optimizer.zero_grad(set_to_none=True)
+            gradient = accumulate_gradient(
+                head, rows, terms, settings.tokens_per_microbatch, settings.autocast
+            )
+            advance(1, sum(len(row.token_ids) for row in rows))
+            # Nothing to learn from is a gradient of 0, which still moves momentum.
+            if not gradient.sums:
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+            total = distributed.full(
+                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            )
+            torch.nn.utils.clip_grads_with_norm_(parameters, settings.max_grad_norm, total)
+            norm = float(total)
+            faulty = gradient.faulty
             if faulty:
-                result.said.append(f"the loss is not finite in: {', '.join(faulty)}")
+                norm = math.nan
+            loss = gradient.sums.pop("loss", 0.0)
+            result.sums = objective.merge_sums(result.sums, gradient.sums)
+            result.losses.append(loss)
+            result.norms.append(norm)
+            what = f"update {number}/{len(chunks)}: loss {loss:.4g}, gradient norm {norm:.4g}"
+            limit = settings.skip_grad_norm
+            if not math.isfinite(norm) or (limit is not None and norm > limit):
+                why = f"above skip_grad_norm = {limit:g}" if math.isfinite(norm) else "not finite"
+                result.said.append(f"{what}; SKIPPED, its gradient is {why}")
                 log(result.said[-1])
-            result.skipped.append(Skipped(number, f"gradient {why}", norm, gradient.rows))
-            continue
-        share = progress[0] + (progress[1] - progress[0]) * (number - 1) / len(chunks)
-        result.learning_rate = learning_rate(settings, result.total_updates, share)
-        for group in optimizer.param_groups:
-            group["lr"] = result.learning_rate
-        optimizer.step()
-        result.updates += 1
-        result.total_updates += 1
-        log(f"{what}, learning rate {result.learning_rate:.3g}")
+                if faulty:
+                    result.said.append(f"the loss is not finite in: {', '.join(faulty)}")
+                    log(result.said[-1])
+                result.skipped.append(Skipped(number, f"gradient {why}", norm, gradient.rows))
+                continue
+            share = progress[0] + (progress[1] - progress[0]) * (number - 1) / len(chunks)
+            result.learning_rate = learning_rate(settings, result.total_updates, share)
+            for group in optimizer.param_groups:
+                group["lr"] = result.learning_rate
+            optimizer.step()
+            result.updates += 1
+            result.total_updates += 1
+            log(f"{what}, learning rate {result.learning_rate:.3g}")
     optimizer.zero_grad(set_to_none=True)
     return result
 

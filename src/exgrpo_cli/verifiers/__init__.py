@@ -9,18 +9,20 @@ hard time limits. A user's own function, ``path.py:function``, is a verifier too
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from exgrpo_cli.errors import InputError
 
-BUILT_IN = ("math", "choice", "exact", "numeric")
+BUILT_IN = ("math", "math_verify", "choice", "exact", "numeric")
 """The verifiers that need no file."""
 
-STATUSES = ("ok", "no_answer", "unparsable", "timeout", "error")
-"""``ok``: judged, right or wrong. ``no_answer``: none in the response. ``unparsable``: the *gold*
-answer cannot be read (an answer that cannot be read is ``ok`` and wrong). ``timeout``: the time
-limit passed and the worker was killed. ``error``: the worker failed or ran out of memory."""
+STATUSES = ("ok", "no_answer", "no_format", "unparsable", "timeout", "error")
+"""``ok``: judged, right or wrong. ``no_answer``: none in the response. ``no_format``: not in the
+format that ``verify.require`` asks for, so not judged. ``unparsable``: the *gold* answer cannot be
+read (an answer that cannot be read is ``ok`` and wrong). ``timeout``: the time limit passed and the
+worker was killed. ``error``: the worker failed or ran out of memory."""
 
 _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 
@@ -73,4 +75,22 @@ def check_verifier(verifier: str) -> None:
         raise InputError(
             f"verifier {verifier}: no such file {path}; a relative path is taken from the folder"
             f" where the command runs, now {Path.cwd()}"
+        )
+
+
+def allowed_verifier(verifier: str, trusted: Collection[str], where: str) -> None:
+    """Refuse a user's function that only data names: a table must not choose code that runs.
+
+    Args:
+        verifier: what a row names. Built-in ones may be named by anyone.
+        trusted: what the command line or the recipe names, text for text.
+        where: the file and the row, for the message.
+
+    Raises:
+        InputError: a function that is not among ``trusted``.
+    """
+    if is_function(verifier) and verifier not in trusted:
+        raise InputError(
+            f"{where}: the data names verifier {verifier}, a file of code; it runs only where"
+            f" --verifier or the recipe's problems.verifier names it too, just so"
         )

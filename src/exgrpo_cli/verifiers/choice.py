@@ -1,43 +1,80 @@
-"""Multiple choice: one letter A to J."""
+"""Multiple choice: letters A to J."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from exgrpo_cli.verifiers import Verdict
+from exgrpo_cli.verifiers.extract import last_boxed
 
 _COMMAND = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox|boxed)\s*\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|it|tt)|boldsymbol|bm|pmb|emph|underline"
+    r"|mbox|boxed|fbox)\s*+\{([^{}]*+)\}"
 )
-# "B", "(B)", "[B]", "B.", "B) 12 m", "(B) 12 m", "Option B: ...". A letter that a word follows
-# ("A man walks") is none.
+_NOISE = re.compile(r"\\(?:left|right|quad|[ ,;:!()\[\]])|[$*_`{}~]|\\$")
+_LEAD = re.compile(
+    r"(?:(?:so|thus|hence|therefore),?\s++)?(?:the\s++|my\s++)?"
+    r"(?:(?:final|correct|right|best|chosen)\s++)*+(?:options?|choices?|answers?|letters?)\b"
+    r"(?:\s++(?:option|choice|letter)\b)?\s*+(?:is|are|would be|must be|:|=|-)?\s*+:?\s*+"
+    r"(?:(?:the\s++)?(?:options?|choices?|letters?)\b\s*+:?\s*+)?",
+    re.IGNORECASE,
+)
+# "B", "(B)", "[B]", "B.", "B) 12 m", "(B) 12 m", "B - 12", "B: ...", "B because ...". A letter that
+# another word follows ("A man walks") is none.
 _LETTER = re.compile(
-    r"(?:(?:option|choice|answer)\s+)?"
-    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]](?:.*)|([A-Ja-j])\s*(?:$|[.,:;)](?:\s.*|$)))",
+    r"[(\[<]\s*([A-J])\s*[)\]>](.*)"
+    r"|([A-J])\s*(|[.:;)](?:\s.*|$)|\s+[-=]\s.*|,\s.*|\s+(?:because|since|as|for)\b.*"
+    r"|,?\s+(?:is|which is)\b.*|\s+\(.*\)\.?)",
     re.DOTALL | re.IGNORECASE,
 )
+_ONE = r"(?:[(\[]\s*[A-J]\s*[)\]]|[A-J](?![A-Za-z0-9]))\.?"
+_JOIN = r"(?:\s*(?:,|;|/|&|\+)\s*(?:and\s+|or\s+)?|\s+(?:and|or)\s+|\s+)"
+_SEVERAL = re.compile(rf"{_ONE}(?:{_JOIN}{_ONE})+\.?", re.IGNORECASE)
+_MORE = re.compile(rf"\s*(?:[,;]?\s*(?:and|or|not)\b|[,;/&+]\s*{_ONE}(?!\w))", re.IGNORECASE)
+_RUN = re.compile(r"[A-J]{2,10}")
+
+
+def letters(text: str) -> str | None:
+    r"""The letters A to J that an answer names, in upper case and alphabetical; None for none.
+
+    Understood are ``B``, ``b``, ``(B)``, ``B.``, ``B) text``, ``B - 12``, ``**B**``, ``\text{B}``,
+    ``$B$``, a full-width B, ``Answer: B``, ``The correct option is B.``, and several: ``AC``,
+    ``A, C``, ``A and C``, ``(A) or (C)``.
+    """
+    text = unicodedata.normalize("NFKC", last_boxed(text) or text)
+    for _ in range(3):  # \textbf{\text{B}}
+        text = _COMMAND.sub(r" \1 ", text)
+    text = " ".join(_NOISE.sub(" ", text).replace("–", "-").replace("—", "-").split())
+    lead = _LEAD.match(text)
+    if lead and lead.end() < len(text):
+        text = text[lead.end() :]
+    if _RUN.fullmatch(text) and len(set(text)) == len(text):
+        return "".join(sorted(text))
+    if _SEVERAL.fullmatch(text):
+        found = re.findall(r"(?<![A-Za-z])[A-Ja-j](?![A-Za-z])", text)
+        return "".join(sorted({letter.upper() for letter in found}))
+    match = _LETTER.fullmatch(text)
+    if match is None:
+        return None
+    rest = match[2] if match[1] else match[4]
+    if _MORE.match(rest):
+        return None
+    return (match[1] or match[3]).upper()
 
 
 def letter(text: str) -> str | None:
-    r"""The letter A to J that an answer names, in upper case; None when it names none.
-
-    Understood are ``B``, ``b``, ``(B)``, ``B.``, ``B) text``, ``**B**``, ``\text{B}``, ``$B$``.
-    """
-    previous = None
-    while text != previous:
-        previous = text
-        text = _COMMAND.sub(r"\1", text)
-    text = text.replace("\\left", "").replace("\\right", "").strip().strip("$*_` \n\t")
-    match = _LETTER.fullmatch(text)
-    return (match[1] or match[2]).upper() if match else None
+    """The only letter that an answer names, see :func:`letters`; None when none or several."""
+    found = letters(text)
+    return found if found is not None and len(found) == 1 else None
 
 
 def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
-    """Whether both name the same letter; ``unparsable`` when the gold names none."""
-    gold = letter(answer)
+    """Whether both name the same letters; ``unparsable`` when the gold names none."""
+    gold = letters(answer)
     if gold is None:
         return Verdict("unparsable", why="the gold answer is no letter from A to J")
-    found = letter(extracted)
+    found = letters(extracted)
     correct = gold == found
     return Verdict(
         "ok",
@@ -51,4 +88,4 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
 
 def check_gold(answer: str) -> str | None:
     """Why the gold answer cannot be judged against; None when it can."""
-    return None if letter(answer) else "it is no letter from A to J"
+    return None if letters(answer) else "it is no letter from A to J"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import sympy
 from mpmath import iv
+
+from exgrpo_cli.verifiers.sure import as_precise
 
 POINTS = ("0.7390", "1.6180", "0.3010")
 """Where expressions are compared: symbol i takes this, plus i times :data:`STEP`."""
 STEP = "0.2214"
 _FLOAT = "1e-9"
 """Relative width of a Float: more than any rounding that sympy may do in between."""
+_TINY = sympy.Float("1e-20")
 
 
 class _UnknownError(Exception):
@@ -50,6 +56,46 @@ def differ(a: Any, b: Any) -> bool:
     return False
 
 
+def as_near_as_written(gold: Any, found: Any) -> bool:
+    """Whether what math-verify's numeric comparison takes for equal is that to its own precision.
+
+    It rounds to six decimals or drops what is below 1e-15, so that all tiny numbers are equal.
+
+    Args:
+        gold, found: sympy expressions that it takes for equal.
+    """
+    if differ(gold, found):
+        numbers = [_rational(gold), _rational(found)]
+        if numbers[0] is None or numbers[1] is None:
+            return False
+        floats = [x for x in (gold, found) if isinstance(x, sympy.Float)]
+        half = _half_unit(floats[0]) if floats else None
+        return as_precise(numbers[0], numbers[1], half, isinstance(gold, sympy.Float))
+    try:
+        if gold.free_symbols or found.free_symbols or (gold.is_Float or found.is_Float):
+            return True
+        # a function of which `differ` knows nothing, or something complex
+        gap, size = abs((gold - found).evalf(30)), abs(gold.evalf(30))
+        return bool(gap <= size * _TINY)
+    except Exception:
+        return True
+
+
+def _rational(x: Any) -> Fraction | None:
+    """The value of a real number, of a Float the decimal it was written as."""
+    if isinstance(x, sympy.Rational):
+        return Fraction(int(x.p), int(x.q))
+    if not isinstance(x, sympy.Float):
+        x = x.doit().evalf(40)
+    return Fraction(Decimal(str(x))) if isinstance(x, sympy.Float) else None
+
+
+def _half_unit(x: Any) -> Fraction:
+    """Half a unit of the last digit of a Float that is not zero."""
+    exponent = Decimal(str(x)).normalize().as_tuple().exponent
+    return Fraction(10) ** int(exponent) / 2
+
+
 def _value(x: Any, at: Mapping[Any, Any]) -> Any:
     """An interval that holds the value."""
     match x:
@@ -73,6 +119,8 @@ def _value(x: Any, at: Mapping[Any, Any]) -> Any:
             return product
         case sympy.Pow():
             return _power(x.base, x.exp, at)
+        case sympy.factorial() if isinstance(x.args[0], sympy.Integer) and 0 <= x.args[0] <= 10**4:
+            return iv.mpf(math.factorial(int(x.args[0])))
         case sympy.exp():
             return iv.exp(_value(x.args[0], at))
         case sympy.log() if len(x.args) == 1:

@@ -4,64 +4,97 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 from exgrpo_cli.verifiers import Verdict
+from exgrpo_cli.verifiers.extract import last_boxed, strip_answer
+from exgrpo_cli.verifiers.normalise import normalise
+from exgrpo_cli.verifiers.sure import number as written
 
 TOLERANCE = 1e-6
 """Relative to the larger of the two magnitudes; zero equals only zero."""
 
-_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?"
-_PLAIN = re.compile(_NUMBER)
-_FRACTION = re.compile(rf"({_NUMBER})/({_NUMBER})")
-_LATEX_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
-_POWER_OF_TEN = re.compile(rf"({_NUMBER})(?:\\times|\\cdot|[*×·])10\^\{{?([+-]?\d{{1,4}})\}}?")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|\\!,)(?=\d{3}(?!\d))")
+_LONGEST = 500
+"""Characters."""
+
+_ASSIGNED = re.compile(r"[^=]*?[A-Za-z][^=]*=(.*)", re.DOTALL)
+_PERCENT = re.compile(r"(.*?)\s*\\?(?:%|percent|\\text\s*\{\s*percent\s*\})", re.DOTALL)
+_SIGN = re.compile(r"^([-+])\s+")
+_SPACED = re.compile(r"(?<=[0-9]) (?=[0-9])")
+_QUOTIENT = re.compile(r"([^/{}]+)/([^/{}]+)")
+_FRACTION = re.compile(
+    r"([-+]?)([0-9]{0,100})\s?\\[dt]?frac(?:\{([^{}]*)\}|\s?([0-9]))(?:\{([^{}]*)\}|\s?([0-9]))"
+)
 
 
 def number(text: str) -> float | None:
     r"""An answer as a number; None when it is none or not finite.
 
-    Understood are ``1,234.5``, ``-3/4``, ``\frac{3}{4}``, ``1.2e-5``, ``1.2 \times 10^{-5}``, a
-    leading currency sign, and ``12%`` or ``12\%``, which is 0.12.
+    Understood are numbers as people write them (:mod:`exgrpo_cli.verifiers.normalise`), with their
+    units: ``1,234.5``, ``-3/4``, ``\frac12``, ``1\frac{1}{2}``, ``1.2e-5``, ``10^{-5}``, ``x = 12``,
+    ``12\text{ cm}``, ``$12``; and ``12%``, which is 0.12.
     """
-    text = _THOUSANDS.sub("", text.strip().strip("$").strip())
-    text = re.sub(r"\s|\\[,!;:]|\\(?:left|right)(?![a-z])", "", text).replace("−", "-")
-    text = re.sub(r"^([+-]?)(?:\\\$|[$€£¥])", r"\1", text).rstrip(".") or text
-    percent = re.fullmatch(r"(.*?)\\?%", text, re.DOTALL)
-    if percent:
-        text = percent[1]
+    value = exact(text)
+    if value is None:
+        return None
     try:
-        value = _value(text)
-    except (ValueError, ZeroDivisionError, OverflowError):
+        return float(value)
+    except OverflowError:
         return None
-    if value is None or not math.isfinite(value):
-        return None
-    return value / 100 if percent else value
 
 
-def _value(text: str) -> float | None:
-    if _PLAIN.fullmatch(text):
-        return float(text)
+def exact(text: str) -> Fraction | None:
+    """:func:`number`, as it was written."""
+    text = normalise(last_boxed(text) or strip_answer(text))
+    if len(text) > _LONGEST:
+        return None
+    assigned = _ASSIGNED.fullmatch(text)
+    if assigned:
+        text = normalise(assigned[1])
+    percent = _PERCENT.fullmatch(text)
+    if percent:
+        text = percent[1].rstrip("\\ ")
+    if text[:1] == "{" and text[-1:] == "}":
+        text = text[1:-1]
+    value = _value(_SPACED.sub("", _SIGN.sub(r"\1", text.strip())))
+    return value / 100 if percent and value is not None else value
+
+
+def _value(text: str) -> Fraction | None:
+    plain = written(text)
+    if plain is not None:
+        return plain.value
     if match := _FRACTION.fullmatch(text):
-        return float(match[1]) / float(match[2])
-    if match := _LATEX_FRACTION.fullmatch(text):
-        return float(f"{match[1]}1") * float(match[2]) / float(match[3])
-    if match := _POWER_OF_TEN.fullmatch(text):
-        return float(match[1]) * 10.0 ** int(match[2])
-    return None
+        sign, whole = match[1], match[2]
+        above, below = written(match[3] or match[4] or ""), written(match[5] or match[6] or "")
+    elif match := _QUOTIENT.fullmatch(text):
+        sign, whole = "", ""
+        above, below = written(match[1].strip()), written(match[2].strip())
+    else:
+        return None
+    if above is None or below is None or not below.value:
+        return None
+    value = int(whole or 0) + above.value / below.value
+    return -value if sign == "-" else value
 
 
 def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
     """Whether the numbers are equal to :data:`TOLERANCE`; ``unparsable`` for a gold that is none.
 
+    Integers are not rounded: from an integer an answer differs by no more than the tolerance
+    itself.
+
     Returns:
         Reward 1 or 0.
     """
+    exactly = exact(answer)
     gold = number(answer)
-    if gold is None:
+    if exactly is None or gold is None:
         return Verdict("unparsable", why="the gold answer is no number")
     found = number(extracted)
     correct = found is not None and math.isclose(gold, found, rel_tol=TOLERANCE)
+    if correct and re.fullmatch(r"[-+]?[0-9,]+", normalise(answer)):
+        correct = abs(exactly - (exact(extracted) or 0)) <= TOLERANCE
     if found is None:
         why = "the answer is no number"
     else:

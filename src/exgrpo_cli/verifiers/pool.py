@@ -1,34 +1,30 @@
 """Worker processes that judge answers under hard limits.
 
-The parent kills and replaces a worker that is over its time; the others go on. Time counts from
-when the worker has imported what it needs and starts on the answer. No worker outlives its parent:
-not a normal end, not Ctrl-C, not ``kill -9``.
+The parent ends and replaces a worker that is over its time; the others go on. Time counts from
+when the worker has imported what it needs and gets the answer. A worker serves one verifier. None
+outlives its parent: not a normal end, not Ctrl-C, not ``kill -9``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.verifiers import Verdict, check_verifier, is_function
+from exgrpo_cli.verifiers.processes import START_LIMIT, Queue, Server, Task, Worker
 from exgrpo_cli.verifiers.sure import equal_numbers
 
-START_LIMIT = 300.0
-"""Seconds that starting and importing may take (sympy from a slow network disk, a user's file)."""
 _REMEMBERED = 500_000  # verdicts in the cache
+_LOST = 3  # workers that end before they are ready, one after another, until that is the verdict
 _SURE = {
     True: Verdict("ok", reward=1.0, correct=True, why="equal to the gold answer"),
     False: Verdict("ok", why="not equal to the gold answer"),
@@ -48,6 +44,8 @@ class Job:
     """The whole response, for a user's function."""
     metadata: Mapping[str, Any] | None = None
     """The problem's metadata, for a user's function."""
+    whole: bool = False
+    """``extracted`` is running text, in which the verifier itself finds the answer (``math``)."""
 
 
 def default_workers() -> int:
@@ -55,108 +53,6 @@ def default_workers() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-class _Worker:
-    """A process with its pipes and what it is doing."""
-
-    def __init__(self, memory_mb: int, timeout: float) -> None:
-        # -P: nothing from the current folder may shadow a module. One thread each: the pool is
-        # the parallelism, and thread stacks would count against the memory limit.
-        threads = {
-            f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "VECLIB_MAXIMUM")
-        }
-        arguments = (str(os.getpid()), str(memory_mb), str(timeout))
-        self.process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-P", "-m", "exgrpo_cli.verifiers.worker", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            # A fixed hash seed, so that sympy's orderings, and verdicts, do not vary.
-            env=os.environ | threads | {"PYTHONHASHSEED": "0"},
-            # Not in the terminal's foreground group: a Ctrl-C must not reach a worker that is
-            # still starting, where it would print a traceback.
-            process_group=0,
-        )
-        self.stdin: IO[bytes] = self.process.stdin  # type: ignore[assignment]
-        self.stdout: IO[bytes] = self.process.stdout  # type: ignore[assignment]
-        self.buffer = b""
-        self.ready = False
-        self.task: _Task | None = None
-        self.gold: str | None = None  # of its last task
-        self.answered = 0
-        self.started: float | None = None  # when it began on the task itself
-        self.deadline = time.monotonic() + START_LIMIT
-
-    def send(self, task: _Task) -> None:
-        self.task = task
-        self.gold = task.gold
-        self.started = None
-        self.deadline = time.monotonic() + START_LIMIT
-        data = memoryview(task.line)
-        while data:
-            data = data[self.stdin.write(data) :]
-
-    def messages(self) -> list[dict[str, Any]] | None:
-        """What has arrived; None when the process has closed its end."""
-        data = os.read(self.stdout.fileno(), 1 << 16)
-        if not data:
-            return None
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def kill(self) -> None:
-        # its whole group, also when it is dead itself: a user's function may have started processes
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
-        self.stdin.close()
-        self.stdout.close()
-
-
-@dataclass
-class _Task:
-    index: int
-    verifier: str
-    gold: str
-    line: bytes
-    crashes: int = 0
-
-
-class _Queue:
-    """Tasks, the longest first, but those of one gold answer for one worker, which parses it once.
-
-    Long answers mostly take the longest, and at the end no worker should wait for another.
-    """
-
-    def __init__(self, tasks: Iterable[_Task]) -> None:
-        self._by_gold: dict[str, deque[_Task]] = {}
-        self._count = 0
-        for task in sorted(tasks, key=lambda task: len(task.line), reverse=True):
-            self._by_gold.setdefault(task.gold, deque()).append(task)
-            self._count += 1
-
-    def __len__(self) -> int:
-        return self._count
-
-    def take(self, last: str | None, held: Collection[str | None]) -> _Task:
-        """The next task of the gold ``last``, else of the first that is not ``held`` by another
-        worker, else of the first."""
-        gold = last
-        if gold is None or gold not in self._by_gold:
-            gold = next((g for g in self._by_gold if g not in held), next(iter(self._by_gold)))
-        tasks = self._by_gold[gold]
-        task = tasks.popleft()
-        if not tasks:
-            del self._by_gold[gold]
-        self._count -= 1
-        return task
-
-    def put_back(self, task: _Task) -> None:
-        """Return a task whose worker died; it comes next of its gold."""
-        self._by_gold.setdefault(task.gold, deque()).appendleft(task)
-        self._count += 1
 
 
 class Pool:
@@ -176,10 +72,11 @@ class Pool:
         self._size = workers or default_workers()
         self._timeout = timeout
         self._memory_mb = memory_mb
-        self._workers: list[_Worker] = []
+        self._server: Server | None = None
+        self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._verdicts: dict[bytes, Verdict] = {}
-        self._lost = 0  # workers that died before they were ready, in a row
+        self._lost: Counter[str] = Counter()  # workers that died before they were ready, in a row
 
     def __enter__(self) -> Pool:
         return self
@@ -193,9 +90,14 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Kill every worker."""
+        """End every process."""
+        for worker in self._workers:
+            worker.end()
         while self._workers:
             self._remove(self._workers[-1])
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def forget_timeouts(self) -> None:
         """Ask again for what took too long: the machine may have been busy."""
@@ -222,7 +124,7 @@ class Pool:
             if job.extracted is None and not is_function(job.verifier):
                 verdicts[index] = Verdict("no_answer", why="the response gives no final answer")
                 continue
-            if job.verifier == "math" and job.extracted is not None:
+            if job.verifier == "math" and job.extracted is not None and not job.whole:
                 equal = equal_numbers(job.answer, job.extracted)
                 if equal is not None:
                     verdicts[index] = _SURE[equal]
@@ -284,50 +186,125 @@ class Pool:
 
     def _run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Have all requests answered, in order; a reply holds Verdict's fields, or ``fault``."""
-        queue = _Queue(
-            _Task(
-                index,
-                request["verifier"],
-                request["answer"],
-                (json.dumps(request) + "\n").encode("ascii"),
-            )
-            for index, request in enumerate(requests)
+        queue = Queue(
+            [
+                Task(
+                    index,
+                    request["verifier"],
+                    request["answer"],
+                    (json.dumps(request) + "\n").encode("ascii"),
+                )
+                for index, request in enumerate(requests)
+            ]
         )
         replies: dict[int, dict[str, Any]] = {}
-        for worker in list(self._workers):
-            if worker.task is None and worker.process.poll() is not None:
-                self._remove(worker)  # died since the last call
         try:
+            self._take_in(0.0, queue, replies)  # some may have died since the last call
             while len(replies) < len(requests):
-                busy = sum(worker.task is not None for worker in self._workers)
-                while len(self._workers) < min(self._size, busy + len(queue)):
-                    self._start()
-                for worker in list(self._workers):
-                    if queue and worker.ready and worker.task is None:
-                        self._send(worker, queue)
-                self._wait(queue, replies)
+                self._hand_out(queue)
+                self._start(queue)
+                nearest = min(worker.deadline for worker in self._workers if _is_pending(worker))
+                self._take_in(max(0.0, nearest - time.monotonic()), queue, replies)
+                self._end_overdue(replies)
         except BaseException:
             # also Ctrl-C: what is half read cannot be used again
             self.close()
             raise
         return [replies[index] for index in range(len(requests))]
 
-    def _wait(self, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
-        """Take in what arrives until the next deadline, then kill who is over it."""
-        pending = [w for w in self._workers if w.task is not None or not w.ready]
-        if not pending:
-            return
-        nearest = min(worker.deadline for worker in pending)
-        for key, _ in self._selector.select(max(0.0, nearest - time.monotonic())):
-            self._receive(key.data, queue, replies)
+    def _hand_out(self, queue: Queue) -> None:
+        for worker in list(self._workers):
+            if _is_pending(worker):
+                continue
+            held = {other.gold for other in self._workers}
+            task = queue.take(worker.verifier, worker.gold, held)
+            if task is not None:
+                try:
+                    worker.send(task, self._timeout)
+                except OSError:  # it had died before: not the task's doing
+                    self._remove(worker)
+                    queue.put_back(task)
+
+    def _start(self, queue: Queue) -> None:
+        """Start workers for what waits, in the places of idle ones of other verifiers too."""
+        for verifier, count in queue.counts().items():
+            coming = sum(w.verifier == verifier and not w.ready for w in self._workers)
+            for _ in range(count - coming):
+                if len(self._workers) >= self._size:
+                    idle = next((w for w in self._workers if not _is_pending(w)), None)
+                    if idle is None:
+                        return
+                    self._remove(idle)
+                self._fork(verifier)
+
+    def _fork(self, verifier: str) -> None:
+        for last in (False, True):
+            try:
+                if self._server is None:
+                    self._server = Server(self._memory_mb)
+                worker = self._server.start(verifier)
+                break
+            except OSError as error:
+                if self._server is not None:
+                    self._server.close()  # it has ended, perhaps killed for memory
+                    self._server = None
+                if last:
+                    raise StageError(f"a verifier worker cannot be started: {error}") from error
+        self._workers.append(worker)
+        self._selector.register(worker.keeper, selectors.EVENT_READ, worker)
+
+    def _take_in(self, seconds: float, queue: Queue, replies: dict[int, dict[str, Any]]) -> None:
+        """Wait so long for messages, and act on them."""
+        for key, _ in self._selector.select(seconds):
+            worker: Worker = key.data
+            arrived = worker.messages()
+            for message in [{"died": "killed"}] if arrived is None else arrived:
+                if "ready" in message:
+                    worker.ready = True
+                    self._lost[worker.verifier] = 0
+                elif "refused" in message:
+                    raise _cannot_load(worker.verifier, message["refused"])
+                elif "died" in message:
+                    self._died(worker, message, queue, replies)
+                elif worker.task is not None:
+                    if message.pop("full", False) and worker.answered and not worker.task.crashes:
+                        # perhaps with what earlier answers left behind
+                        self._remove(worker)
+                        worker.task.crashes += 1
+                        queue.put_back(worker.task)
+                        break
+                    replies[worker.task.index] = message
+                    worker.task = None
+                    worker.answered += 1
+
+    def _died(
+        self,
+        worker: Worker,
+        message: Mapping[str, Any],
+        queue: Queue,
+        replies: dict[int, dict[str, Any]],
+    ) -> None:
+        """A worker ended by itself: its answer gets one more try, in a fresh worker."""
+        how, task = message["died"], worker.task
+        self._remove(worker)
+        if not worker.ready:
+            self._lost[worker.verifier] += 1
+            if self._lost[worker.verifier] >= _LOST:
+                raise _cannot_load(worker.verifier, f"the worker died: {how}")
+        elif task is not None:
+            task.crashes += 0 if message.get("idle") else 1
+            if task.crashes < 2:
+                queue.put_back(task)
+            else:
+                replies[task.index] = {"status": "error", "why": f"the worker died: {how}"}
+
+    def _end_overdue(self, replies: dict[int, dict[str, Any]]) -> None:
         now = time.monotonic()
         for worker in list(self._workers):
-            if worker.deadline > now or (worker.ready and worker.task is None):
+            if worker.deadline > now or not _is_pending(worker):
                 continue
-            if worker.started is None:
-                what = worker.task.verifier if worker.task else "a verifier worker"
-                raise _cannot_load(what, f"it took longer than {START_LIMIT:g} seconds")
-            assert worker.task is not None
+            if worker.task is None:
+                raise _cannot_load(worker.verifier, f"it took longer than {START_LIMIT:g} seconds")
             replies[worker.task.index] = {
                 "status": "timeout",
                 "seconds": now - worker.started,
@@ -335,78 +312,10 @@ class Pool:
             }
             self._remove(worker)
 
-    def _receive(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
-        messages = worker.messages()
-        if messages is None:
-            self._crashed(worker, queue, replies)
-            return
-        for message in messages:
-            if "ready" in message:
-                worker.ready = True
-                self._lost = 0
-            elif "started" in message:
-                worker.started = time.monotonic()
-                worker.deadline = worker.started + self._timeout
-            elif "refused" in message:
-                assert worker.task is not None
-                raise _cannot_load(worker.task.verifier, message["refused"])
-            elif worker.task is not None:
-                if message.pop("full", False) and worker.answered and not worker.task.crashes:
-                    # perhaps with what earlier answers left behind
-                    self._try_afresh(worker, queue)
-                    return
-                replies[worker.task.index] = message
-                worker.task = None
-                worker.answered += 1
-
-    def _crashed(self, worker: _Worker, queue: _Queue, replies: dict[int, dict[str, Any]]) -> None:
-        """A worker died by itself: its answer gets one more try, in a fresh worker."""
-        task, began = worker.task, worker.started is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(1.0)  # for its own exit status; its pipe may close a little earlier
-        self._remove(worker)
-        code = worker.process.returncode
-        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        if task is None:
-            self._lost += 0 if worker.ready else 1
-            if self._lost >= 3:
-                raise StageError(f"verifier workers cannot be started: {how}")
-            return
-        task.crashes += 1
-        if task.crashes < 2:
-            queue.put_back(task)
-        elif began:
-            replies[task.index] = {"status": "error", "why": f"the worker died: {how}"}
-        else:
-            raise _cannot_load(task.verifier, f"the worker died: {how}")
-
-    def _try_afresh(self, worker: _Worker, queue: _Queue) -> None:
-        task = worker.task
-        assert task is not None
-        self._remove(worker)
-        task.crashes += 1
-        queue.put_back(task)
-
-    def _send(self, worker: _Worker, queue: _Queue) -> None:
-        task = queue.take(worker.gold, {other.gold for other in self._workers})
-        try:
-            worker.send(task)
-        except BrokenPipeError:  # it had died before: not the task's doing
-            self._remove(worker)
-            queue.put_back(task)
-
-    def _start(self) -> None:
-        try:
-            worker = _Worker(self._memory_mb, self._timeout)
-        except OSError as error:
-            raise StageError(f"a verifier worker cannot be started: {error}") from error
-        self._workers.append(worker)
-        self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
-
-    def _remove(self, worker: _Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         self._workers.remove(worker)
-        self._selector.unregister(worker.stdout)
-        worker.kill()
+        self._selector.unregister(worker.keeper)
+        worker.close()
 
     def _remember(self, key: bytes, verdict: Verdict) -> None:
         # A worker that died may have been the machine's doing; a later part may ask again.
@@ -417,12 +326,17 @@ class Pool:
         self._verdicts[key] = verdict
 
 
+def _is_pending(worker: Worker) -> bool:
+    """Whether it starts, or works on a task."""
+    return worker.task is not None or not worker.ready
+
+
 def _request(job: Job) -> dict[str, Any]:
     """What decides the verdict, and nothing more: equal requests are judged once."""
     request: dict[str, Any] = {"verifier": job.verifier, "answer": job.answer}
     if is_function(job.verifier):
         return request | {"response": job.response, "metadata": dict(job.metadata or {})}
-    return request | {"extracted": job.extracted}
+    return request | {"extracted": job.extracted} | ({"whole": True} if job.whole else {})
 
 
 def _digest(request: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""What a reward has besides the verdict: format and length. Pure functions."""
+"""What a reward has besides the verdict: a required format, format and length. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,6 +26,22 @@ def well_formed(response: str, form: str) -> bool:
     inner = rest.removeprefix("<answer>").removesuffix("</answer>")
     whole = len(inner) == len(rest) - len("<answer></answer>")
     return whole and bool(inner.strip()) and "<answer>" not in inner and "</answer>" not in inner
+
+
+def has_required(response: str, require: str) -> bool:
+    """Whether a response has the format without which it earns nothing.
+
+    ``think``: it has a ``</think>``, and no more is asked (the gate of the public implementation of
+    ExGRPO; :func:`well_formed` asks for more). ``think_answer``: it is :func:`well_formed` so.
+    ``none``: any response has it.
+
+    Args:
+        response: the whole response.
+        require: ``think``, ``think_answer`` or ``none``.
+    """
+    if require == "think":
+        return "</think>" in response
+    return require == "none" or well_formed(response, require)
 
 
 def overlong(tokens: int, truncated: bool, limit: int, margin: int) -> float:

@@ -1,119 +1,32 @@
-"""A worker process of :mod:`pool`: JSON lines in, JSON lines out.
+"""A worker process: it judges by one verifier, told by its keeper (:mod:`server`).
 
-A request is answered by ``{"started": true}`` once what it needs is imported (from here on the
-parent measures its limit), and then by the verdict. The worker ends with its parent, whatever the
-parent dies of and whatever the worker is doing.
+A request is a line ``TOKEN JSON``; its reply is the line ``TOKEN JSON`` with the same token. What a
+user's function does to this process (it may patch any module, close or write to any descriptor,
+start threads and processes) can spoil its own answers only: the keeper takes nothing but a reply
+with the request's token, and everything this module needs was looked up before the user's file ran.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
-import logging
 import os
 import resource
-import select
 import signal
-import sys
-import threading
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from json.encoder import encode_basestring_ascii as _quote
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from exgrpo_cli.verifiers import BUILT_IN, Verdict, is_function
+from exgrpo_cli.machine import end_with_parent
+from exgrpo_cli.verifiers import BUILT_IN, is_function
 
-PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(parent: int) -> None:
-    """Arrange that this process is killed when its parent is gone."""
-    if sys.platform == "linux":
-        # The kernel does it, even in the middle of one endless operation on big integers.
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we asked
-        os._exit(1)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    if sys.platform != "linux":
-        threading.Thread(target=watch, daemon=True).start()
-
-
-def end_group_with_this() -> None:
-    """Arrange that what a user's function starts ends with this process, whatever that dies of.
-
-    A process in the same group waits for this one's end and then kills the group. It is forked
-    twice, so that it is no child of this process, for which a user's ``os.wait()`` would wait.
-    """
-    worker = os.getpid()
-    if os.getpgrp() != worker:  # not started by the pool
-        return
-    handle = None
-    with contextlib.suppress(AttributeError, OSError):  # Linux only
-        handle = os.pidfd_open(worker)
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        if handle is not None:
-            os.close(handle)
-        return
-    try:
-        if os.fork():
-            os._exit(0)
-        # The pipes must close when the worker ends.
-        os.closerange(0, 4096 if handle is None else handle)
-        if handle is not None:
-            os.closerange(handle + 1, 4096)
-            select.select([handle], [], [])
-        else:
-            while True:  # until there is no such process
-                os.kill(worker, 0)
-                time.sleep(0.5)
-    finally:
-        os.killpg(worker, signal.SIGKILL)
-
-
-def limit_memory(megabytes: int | None) -> None:
-    """Limit the address space to what is mapped now and so much more; None lifts the limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = hard
-    if megabytes is not None:
-        soft = _mapped() + megabytes * 2**20
-        if hard != resource.RLIM_INFINITY:
-            soft = min(soft, hard)
-    # macOS refuses any limit on the address space
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _mapped() -> int:
-    """Bytes of address space in use; 0 where /proc is not there."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def limit_cpu(seconds: float) -> None:
-    """A last resort where no signal announces the parent's death: the kernel ends a process that
-    has used so much more processor time. The parent's own limit comes long before it."""
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    soft = int(used + 60 + seconds * (os.cpu_count() or 1))
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    if hard != resource.RLIM_INFINITY:
-        soft = min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+LOST = 70
+"""Exit status of a worker whose channel to the keeper does not work any more."""
+_LIMITS = tuple(getattr(resource, f"RLIMIT_{name}") for name in ("AS", "NOFILE", "FSIZE", "CPU"))
 
 
 def prepare(verifier: str) -> Any:
@@ -130,6 +43,26 @@ def prepare(verifier: str) -> Any:
     return function.load(verifier)
 
 
+def limit_memory(megabytes: int) -> None:
+    """Limit the address space to what is mapped now and so much more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = _mapped() + megabytes * 2**20
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    # macOS refuses any limit on the address space
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _mapped() -> int:
+    """Bytes of address space in use; 0 where /proc is not there."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def describe(error: BaseException) -> str:
     """An error in one line of at most 500 characters."""
     try:
@@ -139,85 +72,113 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:500]
 
 
-def answer(request: dict[str, Any], prepared: Any) -> dict[str, Any]:
-    """The reply to one request: a verdict, or for ``check`` what is wrong with a gold answer."""
-    builtin = request["verifier"] in BUILT_IN
-    if request.get("check"):
-        return {"fault": prepared.check_gold(request["answer"]) if builtin else None}
-    begin = time.perf_counter()
-    if builtin:
-        verdict: Verdict = prepared.judge(
-            request["answer"], request["extracted"], explain=request.get("explain", False)
-        )
-    else:
-        from exgrpo_cli.verifiers import function
+def _builtin(module: Any) -> Callable[[dict[str, Any]], str]:
+    """What answers a request by a built-in verifier, in JSON."""
 
-        verdict = function.judge(
-            prepared, request["response"], request["answer"], request.get("metadata") or {}
-        )
-    return asdict(verdict) | {"seconds": time.perf_counter() - begin}
+    def answer(request: dict[str, Any]) -> str:
+        if request.get("check"):
+            return json.dumps({"fault": module.check_gold(request["answer"])})
+        options = {name: request[name] for name in ("explain", "whole") if name in request}
+        verdict = module.judge(request["answer"], request["extracted"], **options)
+        return json.dumps(asdict(verdict))
+
+    return answer
 
 
-def serve(
-    requests: Any, reply: Callable[[dict[str, Any]], None], memory_mb: int, timeout: float
-) -> None:
-    """Answer requests until the pipe closes."""
-    prepared: dict[str, Any] = {}
-    for line in requests:
-        request = json.loads(line)
-        verifier = request["verifier"]
-        if verifier not in prepared:
-            limit_memory(None)
-            if is_function(verifier) and not any(is_function(name) for name in prepared):
-                end_group_with_this()
-            try:
-                prepared[verifier] = prepare(verifier)
-            except BaseException as error:  # a user's file may even call sys.exit
-                reply({"refused": describe(error)})
-                continue
-            limit_memory(memory_mb)
-        limit_cpu(timeout)
-        reply({"started": True})
-        begin = time.perf_counter()
+def _function(call: Any) -> Callable[[dict[str, Any]], str]:
+    """What answers a request by a user's function, in JSON; afterwards the process has its folder,
+    limits and timers again."""
+    from exgrpo_cli.verifiers.function import caller
+
+    judge = caller(call)
+    chdir, folder, setrlimit = os.chdir, str(Path.cwd()), resource.setrlimit
+    getrlimit, no_alarm, timer = resource.getrlimit, signal.setitimer, signal.ITIMER_REAL
+    kept = [(kind, getrlimit(kind)[0]) for kind in _LIMITS]
+    getpid, leave, me = os.getpid, os._exit, os.getpid()
+    failures = (OSError, ValueError)
+
+    def restore() -> None:
         try:
-            result = answer(request, prepared[verifier])
+            no_alarm(timer, 0)
+            chdir(folder)
+            for kind, soft in kept:
+                setrlimit(kind, (soft, getrlimit(kind)[1]))
+        except failures:  # a folder that is gone, a hard limit that was lowered
+            pass
+
+    def answer(request: dict[str, Any]) -> str:
+        if request.get("check"):
+            return '{"fault": null}'
+        try:
+            reward, why = judge(
+                request["response"], request["answer"], request.get("metadata") or {}
+            )
+        finally:
+            if getpid() != me:  # a fork that came back must not answer too
+                leave(0)
+            restore()
+        if reward is None:
+            return f'{{"error": {_quote(why)}}}'
+        return f'{{"reward": {reward!r}, "why": {_quote(why)}}}'
+
+    return answer
+
+
+def work(channel: int, keeper: int, verifier: str, memory_mb: int, token: bytes) -> NoReturn:
+    """Load the verifier, say so with ``token``, and answer requests until the channel closes.
+
+    Args:
+        channel: a descriptor, connected with the keeper.
+        keeper: its process id.
+        verifier: a built-in one, or ``path.py:function``.
+        memory_mb: what it may allocate beyond its imports, MiB.
+        token: for the first message, ``{"ready": true}`` or ``{"refused": why}``.
+    """
+    read, write, leave = os.read, os.write, os._exit
+    # in C; json.loads goes through what can be patched
+    parse = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
+
+    def reply(token: bytes, message: str) -> None:
+        data = b"\n%b %b\n" % (token, message.encode("ascii"))
+        try:
+            while data:
+                data = data[write(channel, data) :]
+        except OSError:
+            leave(LOST)
+
+    os.setpgid(0, 0)
+    end_with_parent(keeper)
+    try:
+        prepared = prepare(verifier)
+        limit_memory(memory_mb)
+        answer = (_function if is_function(verifier) else _builtin)(prepared)
+    except BaseException as error:  # a user's file may even call sys.exit
+        reply(token, f'{{"refused": {_quote(describe(error))}}}')
+        leave(1)
+    if os.getpid() == os.getpgrp():  # the user's file may have forked too
+        reply(token, '{"ready": true}')
+    buffer = b""
+    while True:
+        parts = []
+        while b"\n" not in buffer:
+            parts.append(buffer)
+            try:
+                buffer = read(channel, 1 << 20)
+            except OSError:
+                leave(LOST)
+            if not buffer:
+                leave(LOST)
+        line, _, rest = buffer.partition(b"\n")
+        line, buffer = b"".join([*parts, line]), rest
+        token, _, text = line.partition(b" ")
+        request = parse(text.decode("ascii"), 0)[0]
+        try:
+            message = answer(request)
         except MemoryError:
-            why = f"more than {memory_mb} MiB of memory"
-            result = {"status": "error", "why": why, "full": True}
+            why = _quote(f"more than {memory_mb} MiB of memory")
+            message = f'{{"error": {why}, "full": true}}'
         # RecursionError, math-verify's TimeoutException (a BaseException), and whatever a user's
         # function raises
         except BaseException as error:
-            result = {"status": "error", "why": describe(error)}
-        if result.get("status") == "error":
-            result["seconds"] = time.perf_counter() - begin
-        reply(result)
-
-
-def main() -> None:
-    """``python -m exgrpo_cli.verifiers.worker PARENT_PID MEMORY_MB TIMEOUT``."""
-    parent, memory_mb, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    end_with_parent(parent)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    # What a user's function prints goes to stderr, and it reads an empty stdin.
-    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
-    requests = os.fdopen(os.dup(0), encoding="ascii")
-    os.dup2(2, 1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-
-    def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    with contextlib.suppress(BrokenPipeError):
-        reply({"ready": True})
-        serve(requests, reply, memory_mb, timeout)
-    os._exit(0)  # whatever threads a user's function has started
-
-
-if __name__ == "__main__":
-    main()
+            message = f'{{"error": {_quote(describe(error))}}}'
+        reply(token, message)

@@ -1,0 +1,62 @@
+"""Small problems and rollouts tables, for tests of the verify stage."""
+
+from pathlib import Path
+
+from exgrpo_cli import tables
+from exgrpo_cli.recipe import Recipe, parse_recipe
+
+LIMITS = {"workers": 1, "timeout": 1.0}
+RECIPE = parse_recipe({"verify": LIMITS}, "test")
+
+
+def trusting(folder: Path, **settings: object) -> Recipe:
+    """A recipe that names the function in own.py, without which no table may name it."""
+    values = {"verify": LIMITS | settings, "problems": {"verifier": f"{folder / 'own.py'}:judge"}}
+    return parse_recipe(values, "test")
+
+
+def rollout(problem_id: str, sample: int, text: str) -> dict[str, object]:
+    return {
+        "rollout_id": f"s00000/{problem_id}/{sample:02d}",
+        "step": 0,
+        "problem_id": problem_id,
+        "sample": sample,
+        "role": "fresh",
+        "policy": "step-00000",
+        "prompt_ids": [1],
+        "token_ids": [2],
+        "text": text,
+        "logprobs": [-0.5],
+        "entropies": None,
+        "mean_entropy": 0.5,
+        "entropy_source": "logprobs",
+        "mean_logprob": -0.5,
+        "tokens": 1,
+        "token_hash": tables.token_hash([2]),
+        "finish_reason": "stop",
+        "seed": 1,
+    }
+
+
+def write_problems(path: Path, rows: list[tuple[str, str, str, str | None]]) -> Path:
+    data = tables.frame(
+        "problems",
+        [
+            {
+                "problem_id": identifier,
+                "prompt": [{"role": "user", "content": f"question {identifier}"}],
+                "answer": answer,
+                "verifier": verifier,
+                "source": "test",
+                "metadata": metadata,
+            }
+            for identifier, answer, verifier, metadata in rows
+        ],
+    )
+    tables.write_table("problems", data, path)
+    return path
+
+
+def write_rollouts(path: Path, rows: list[dict[str, object]]) -> Path:
+    tables.write_table("rollouts", tables.frame("rollouts", rows), path)
+    return path
