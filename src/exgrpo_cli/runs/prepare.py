@@ -92,8 +92,8 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))
-    A changed recipe replaces ``recipe.toml``, and the keys that changed are said. Its paths are
-    made absolute. Where and with what it was started is added to ``provenance.json``.
+    record_provenance(run, recipe)
+    return recipe
 
 
 def check_devices(recipe: Recipe) -> None:

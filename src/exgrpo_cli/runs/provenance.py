@@ -6,7 +6,7 @@ import json
 import platform
 import socket
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def record_provenance(run: RunDir, recipe: Recipe) -> None:
         run: the run directory.
         recipe: its seed.
     """
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     here = {
         "exgrpo": metadata.version("exgrpo-cli"),
         "commit": _commit(),
@@ -66,7 +66,16 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """The commit of a source checkout, ``-dirty`` where files differ from it; None elsewhere."""
     here = Path(__file__).parent
-    asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    asked = [
+        "git",
+        "-C",
+        str(here),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     try:  # ls-files: an installed copy may lie within another project's checkout
         subprocess.run(
             ["git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name],

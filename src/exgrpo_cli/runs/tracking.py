@@ -86,7 +86,9 @@ def _run_id(run: RunDir) -> str:
         parts = f"{socket.gethostname()} {run.root.resolve()} {time.time_ns()}"
         return hashlib.blake2b(parts.encode(), digest_size=4).hexdigest()
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{_id_file(run)}: damaged; remove it to begin a new tracked run") from error
+        raise InputError(
+            f"{_id_file(run)}: damaged; remove it to begin a new tracked run"
+        ) from error
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
