@@ -56,8 +56,9 @@ lint: $(VENV)/.installed ## ruff: lint and format, checked
 types: $(VENV)/.installed ## mypy --strict
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed ## write docs/settings.md from the recipe's types
+docs: $(VENV)/.installed ## write docs/settings.md from the recipe's types, views.sql from the tables'
 	$(BIN)/python -m exgrpo_cli.recipe.reference > docs/settings.md
+	$(BIN)/python -m exgrpo_cli.inspect.views > src/exgrpo_cli/experience/sql/views.sql
 
 format: $(VENV)/.installed ## let ruff rewrite
 	$(BIN)/ruff check --fix .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from exgrpo_cli.inspect.views import views_sql
 from exgrpo_cli.recipe import known_keys
 from exgrpo_cli.recipe.reference import settings_reference
 from exgrpo_cli.training import metrics as training_metrics
@@ -16,6 +17,11 @@ METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 def test_the_settings_reference_is_current() -> None:
     written = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     assert written == settings_reference(), "stale: run make docs"
+
+
+def test_the_views_are_current() -> None:
+    written = ROOT / "src/exgrpo_cli/experience/sql/views.sql"
+    assert written.read_text(encoding="utf-8") == views_sql(), "stale: run make docs"
 
 
 def test_the_settings_reference_has_every_key() -> None:

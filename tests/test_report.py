@@ -1,7 +1,11 @@
 """The HTML report and the text curve."""
 
+import base64
+import hashlib
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,10 +16,22 @@ from hypothesis import strategies as st
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.inspect import charts
-from exgrpo_cli.inspect.report import write_report
+from exgrpo_cli.inspect.groups import example_groups
+from exgrpo_cli.inspect.report import _columns, write_report
 from exgrpo_cli.metrics import evaluation_names, learning_curve, replay_start, series
+from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.rundir import RunDir
-from sample_run import HOSTILE, make_evaluation, make_metrics, make_run, make_tables, write
+from exgrpo_cli.runs.provenance import record_provenance
+from sample_run import (
+    HOSTILE,
+    make_evaluation,
+    make_metrics,
+    make_run,
+    make_tables,
+    rollout_rows,
+    verdict_rows,
+    write,
+)
 
 _VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -82,16 +98,21 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     run = make_run(root, 2, HOSTILE)
     html = write_report(run).read_text(encoding="utf-8")
     page = Page(html)
-    assert not {"script", "img", "iframe", "object", "link"} & {tag for tag, _ in page.tags}
+    assert not {"img", "iframe", "object", "link"} & {tag for tag, _ in page.tags}
+    (script,) = page.texts["script"]  # its own, which the policy knows by its hash
     assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
     assert any(HOSTILE in text for text in page.texts["pre"])
     assert root.name in page.texts["h1"][0]
     policy = next(a["content"] for _, a in page.tags if "http-equiv" in a)
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
     assert not re.search(
         r"(src|href)\s*=|url\(|@import",
         re.sub(r"<pre>.*?</pre>|<summary>.*?</summary>", "", html, flags=re.S),
     )
+    assert not re.search(r"fetch|http|import|eval|innerHTML", script)
 
 
 def test_hostile_metric_and_evaluation_names_stay_text(tmp_path: Path) -> None:
@@ -99,7 +120,7 @@ def test_hostile_metric_and_evaluation_names_stay_text(tmp_path: Path) -> None:
     name = '"><script>x</script>'
     run.record(0, "evaluate", {f"eval/{name}/pass@1": 0.5})
     page = _page(run)
-    assert "script" not in page.texts
+    assert len(page.texts["script"]) == 1
     assert name in page.texts["td"]
 
 
@@ -139,24 +160,112 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert "Gradient norm. gradient norm: 0.5 at step 0, 0.75 at step 5" in _page(run).labels()
 
 
-def test_examples_show_one_of_each_kind_with_gold_and_answer(tmp_path: Path) -> None:
+def test_whole_groups_with_rewards_and_advantages(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 4)
     page = _page(run)
-    assert list(page.texts["b"]) == [
-        "right",
-        "right",
-        "wrong",
-        "wrong",
-        *sorted(["cut off", "no answer"], key=page.texts["b"].index),
-        "replayed",
-    ]
+    found = [" ".join(text.split()) for text in page.texts["p"] if "· advantage" in text]
+    assert len(found) == 6  # two questions, all of their samples
+    assert "reward 1 · advantage +0.667 · 18 tokens · found 12" in found[0] + found[3]
+    assert sum("reward 0 · advantage -0.333" in text for text in found) == 4
+    verdicts = page.texts["b"]
+    assert sorted(verdicts) == [
+        "1/3", "1/3", "cut off", "no answer", "right", "right", "wrong", "wrong"
+    ]  # fmt: skip
     assert "7+5=12; \\boxed{12}" in page.texts["pre"]
-    facts = "".join(page.texts["dd"])
-    assert "13" in facts
-    replayed = page.texts["small"][-1]
-    assert "collected in step 4" in replayed
-    assert "best of 2" in replayed
+    assert "12" in page.texts["dd"]
+    assert not [text for text in verdicts if text == "replayed"]  # they were fresh groups
+
+
+def test_a_replayed_trajectory_is_the_first_of_its_group(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make_tables(run, 2)
+    texts = {"add<1>": ["", "7+5=13; \\boxed{13}", "7+5=12; \\boxed{12}"]}
+    rows = [{**row, "role": "replay"} for row in rollout_rows(3, texts) if row["sample"]]
+    write("rollouts", run.rollouts(3) / tables.part_name(0, 1), rows)
+    write(
+        "verdicts", run.verdicts(3) / tables.part_name(0, 1), verdict_rows(rows, {"add<1>": "12"})
+    )
+    chosen = tables.read_table("curated", run.curated(2)).to_dicts()
+    write("curated", run.curated(3), [{**row, "step": 3} for row in chosen])
+    recipe = parse_recipe({"objective": {"divide_by_std": True}}, "the test")
+    (group,) = example_groups(run, recipe)
+    assert (group["role"], group["right"], group["count"]) == ("replay", 2, 3)
+    assert [row["verdict"] for row in group["rows"]] == ["replayed", "wrong", "right"]
+    assert [row["advantage"] for row in group["rows"]] == pytest.approx(
+        [0.57735, -1.1547, 0.57735], abs=1e-4
+    )  # (reward - 2/3) / the deviation of 1, 0, 1
+    assert "collected in step 2, best of 2" in group["rows"][0]["detail"]
+    assert "collected in step 2, best of 2" in " ".join(_page(run).texts["p"])
+    shutil.rmtree(run.rollouts(2))  # old rollouts may have been removed
+    assert [row["verdict"] for row in example_groups(run, recipe)[0]["rows"]] == ["wrong", "right"]
+
+
+def test_groups_are_of_the_last_step_and_the_last_evaluated_ones(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in range(7):
+        make_tables(run, step)
+        if step % 2 == 0:
+            make_evaluation(run, step)
+    assert list(dict.fromkeys(g["step"] for g in example_groups(run, Recipe()))) == [6, 4, 2]
+    many = {f"q{i}": ["\\boxed{1}", "no"] for i in range(40)}
+    rows = rollout_rows(7, many)
+    write("rollouts", run.rollouts(7) / tables.part_name(0, 1), rows)
+    verdicts = verdict_rows(rows, dict.fromkeys(many, "1"))
+    write("verdicts", run.verdicts(7) / tables.part_name(0, 1), verdicts)
+    steps = [group["step"] for group in example_groups(run, Recipe())]
+    assert steps.count(7) == 3  # bounded, however many there are
+    assert set(steps) == {7, 6, 4}
+
+
+def test_the_search_field_hides_what_does_not_match(tmp_path: Path) -> None:
+    page = _page(make_run(tmp_path / "run", 3))
+    assert [a["id"] for tag, a in page.tags if tag == "input"] == ["find"]
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    stub = """
+const listeners = [], found = {};
+const field = {value: "", addEventListener: (_, f) => listeners.push(f)};
+const groups = ["Seven plus five", "two times four"].map((textContent) => ({textContent}));
+const document = {getElementById: (id) => (id === "find" ? field : found),
+                  querySelectorAll: () => groups};
+"""
+    check = """
+field.value = "FIVE seven"; listeners[0]();
+console.log(groups.map((g) => g.hidden).join(), found.textContent);
+"""
+    code = stub + "{" + page.texts["script"][0] + "}" + check
+    done = subprocess.run([node, "-e", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "false,true 1 of 2 groups"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_no_tile_is_left_alone_in_the_last_row(count: int) -> None:
+    for most in (4, 6):
+        columns = _columns(count, most)
+        assert columns <= most
+        assert count == 1 or count % columns != 1 or columns == 1
+
+
+def test_smoothing_is_of_all_series_of_a_chart_or_none_and_said() -> None:
+    short, long = [(i, 0.5) for i in range(40)], [(i, 0.5) for i in range(41)]
+    for lines in ([("a", short), ("b", short)], [("a", short), ("b", long)]):
+        html = charts.line_chart("t", "n", lines)
+        smooth = len(lines[1][1]) > 40
+        assert html.count('class="line raw') == 2 * smooth
+        assert ("moving mean" in html) == smooth
+
+
+def test_provenance_is_a_table(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    assert "Provenance" not in _page(run).texts["h2"]
+    record_provenance(run, Recipe())
+    record_provenance(run, Recipe(seed=7))
+    page = _page(run)
+    assert "Provenance" in page.texts["h2"]
+    assert {"host", "torch", "duckdb", "commit", "first", "7"} <= set(page.texts["td"])
+    assert "start 2" in page.texts["th"]
 
 
 def test_examples_without_their_problems_and_with_a_long_response(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.inspect.show import describe, match_table, show
+from exgrpo_cli.inspect.status import format_status
 from exgrpo_cli.rundir import RunDir
 from sample_run import make_metrics, make_run, make_tables, write
 
@@ -24,6 +25,7 @@ def _screen(path: Path, width: int = 100) -> str:
 
 def test_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 6)
+    tables.write_json(run.curation, {"replay_from": 3})
     found = describe(run.root)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["kind"] == "run"
@@ -38,7 +40,7 @@ def test_a_run(tmp_path: Path) -> None:
         assert row == {"trajectories": 1, "age_mean": 1.0, "mean_entropy": 0.25}
     assert found["replay_started_step"] == 3
     assert found["last_step"] == 5
-    assert found["evaluations"][-1] == {
+    assert found["accuracy"][-1] == {
         "name": "heldout",
         "step": 6,
         "pass@1": pytest.approx(0.64),
@@ -47,6 +49,7 @@ def test_a_run(tmp_path: Path) -> None:
     }
     screen = _screen(run.root)
     assert len(screen.splitlines()) <= 24
+    assert screen.splitlines() == format_status(found).splitlines()  # as status shows it
     for words in (
         "6 of 8",
         "since step 3",
@@ -179,7 +182,7 @@ def test_terminal_escapes_and_markup_in_rollouts_are_harmless(tmp_path: Path) ->
     write("rollouts", file, [row])
     screen = _screen(file)
     assert "\x1b" not in screen
-    assert "[red]a[/red]" in screen
+    assert "\\x1b]0;x\\x07[red]a[/red]" in screen
 
 
 def test_an_evaluation(tmp_path: Path) -> None:

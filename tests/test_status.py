@@ -18,6 +18,7 @@ import pytest
 from exgrpo_cli import cli, tables
 from exgrpo_cli.inspect.status import numbers, shards
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.terminal import harmless
 from sample_run import make_metrics, make_run, make_tables, rollout_rows, verdict_rows, write
 
 ROOT = Path(__file__).parents[1]
@@ -75,12 +76,32 @@ def test_an_arrays_missing_parts_shards_and_the_line_that_sends_them_again(
     said = call("status", shared.root)
     root = shlex.quote(str(shared.root))
     assert "rollout  13/16 parts, missing 3 7 11; the last " in said
-    assert "shards 3,7,11 of 16: sbatch --array=3,7,11" in said
-    assert f"recipes/slurm/stage.sbatch rollout {root} 0 16\n" in said
+    line = f"--array=3,7,11 recipes/slurm/stage.sbatch rollout {root} 0 16\n"
+    assert f"shards 3,7,11 of 16: sbatch $GPU_OPTIONS {line}" in said
+    assert 'first: GPU_OPTIONS="--partition=gpu --gres=gpu:1", as your cluster has it' in said
     assert "verify   6/16 parts, missing 3 7-15" in said
+    assert "sbatch $CPU_OPTIONS --array=8-10,12-15 " in said  # the others have no rollouts yet
     assert f"next: exgrpo rollout {root} --step 0\n" in said
     assert f"all that is left: exgrpo run {root}" in said
-    assert "shards 3 of 4: sbatch --array=3 " in call("status", shared.root, "--tasks", 4)
+    assert "shards 3 of 4: sbatch $GPU_OPTIONS --array=3 " in call(
+        "status", shared.root, "--tasks", 4
+    )
+
+
+def test_the_sbatch_lines_have_the_options_of_the_last_submit(
+    shared: RunDir, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GPU_OPTIONS", raising=False)
+    monkeypatch.delenv("CPU_OPTIONS", raising=False)
+    kept = "GPU_OPTIONS=--partition=a100 --gres=gpu:4\nCPU_OPTIONS=\n"
+    tables.write_text(shared.root / "slurm" / "options", kept)
+    said = call("status", shared.root)
+    assert "sbatch --partition=a100 --gres=gpu:4 --array=3,7,11 recipes" in said
+    assert "sbatch $CPU_OPTIONS --array=" in said
+    assert "first: CPU_OPTIONS=" in said
+    assert "first: GPU_OPTIONS=" not in said
+    monkeypatch.setenv("GPU_OPTIONS", "--partition=now")
+    assert "sbatch --partition=now --array=3,7,11 " in call("status", shared.root)
 
 
 def test_the_shards_said_do_exactly_what_is_missing() -> None:
@@ -218,16 +239,61 @@ def test_a_step_is_asked_for_and_gaps_behind_are_said(call: Call, tmp_path: Path
     assert (earlier["next"]["step"], earlier["next"]["stage"]) == (0, "rollout")
 
 
+def test_rollouts_thrown_away_are_named_with_their_repair(call: Call, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make_tables(run, 0)
+    run.policy(1).mkdir(parents=True)
+    run.trainer(1).mkdir(parents=True)
+    wide_step(run, 1, 1, {"rollouts": [0], "verdicts": [0], "scores": [0]})
+    assert "mend:" not in call("status", run.root)
+    shutil.rmtree(run.rollouts(0))
+    said = call("status", run.root)
+    assert "step 0 is trained, but parts are missing: rollout 0\n" in said  # as the plan has it
+    assert f"mend: {run.rollouts(0)}: rollouts of a trained step are gone" in said
+    assert f"exgrpo rollout {run.root} --step 0 (the same rows where the engine" in said
+    assert f"next: exgrpo rollout {run.root} --step 0\n" in said
+
+
+def test_a_lost_trainer_state_is_named_with_the_repair_that_works(
+    call: Call, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, 3)
+    wide_step(run, 3, 1, {"rollouts": [0], "verdicts": [0], "scores": [0]})
+    write("plan", run.plan(4), [])
+    write("curated", run.curated(3), [])
+    assert f"exgrpo train {run.root} --step 0 --force, then 1 to 2" in call("status", run.root)
+    run.trainer(2).mkdir(parents=True)
+    again = f"exgrpo train {run.root} --step 2 --force"
+    said = call("status", run.root)
+    assert f"mend: {run.trainer(3)}: the trainer state of the newest policy is gone" in said
+    assert f"restore it, or make it again: {again}\n" in said
+    assert f"next: {again}\n" in said
+    run.trainer(3).mkdir()
+    said = call("status", run.root)
+    assert "mend:" not in said
+    assert f"next: exgrpo train {run.root} --step 3\n" in said
+
+
+def test_what_data_holds_is_harmless_on_the_screen(call: Call, tmp_path: Path) -> None:
+    run = make_run(tmp_path, 2)
+    rows = tables.read_table("problems", run.problems).to_dicts()
+    write("problems", run.problems, [{**row, "source": "\x1b]0;x\x07\x9b1m"} for row in rows])
+    said = call("status", run.root)
+    assert "3 \\x1b]0;x\\x07\\x9b1m" in said
+    assert harmless("a\tb\nc \u202e é 数 \xa0") == "a\tb\nc \\u202e é 数 \xa0"
+
+
 def test_finished_runs_say_so(call: Call, tmp_path: Path) -> None:
     run = make_run(tmp_path, 4)
     shutil.copy(run.recipe, tmp_path / "kept.toml")
     write("plan", run.plan(4), [])
+    run.trainer(4).mkdir(parents=True)
     assert "finished: every question is retired\nnext: exgrpo report" in call("status", run.root)
     text = "[loop]\nsteps = 4\n[evaluate]\nevery = 2\n[evaluate.problems]\nheldout = 'h.jsonl'\n"
     tables.write_text(run.recipe, text)
     said = call("status", run.root)
     assert "finished: all steps are trained\n" in said
-    assert "evaluated on heldout: 4, missing 0 2\nfinished" in said
+    assert "evaluated on heldout: 4, missing 0 2\n" in said
     assert f"next: exgrpo report {run.root}" in said
     (run.evaluation(4, "heldout") / "summary.json").unlink()
     assert f"next: exgrpo evaluate {run.root} --step 4" in call("status", run.root)
@@ -278,11 +344,10 @@ def test_the_next_command_typed_again_and_again_ends_the_run(
 
 def test_nothing_heavy_is_imported(shared: RunDir) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom exgrpo_cli import status\n"
-        "from exgrpo_cli.rundir import RunDir\n"
-        "status.format_status(status.describe(RunDir(Path(sys.argv[1]))))\n"
-        "print(sorted({'torch', 'transformers', 'vllm', 'duckdb', 'numpy'} & set(sys.modules)))"
+        "import sys\nfrom exgrpo_cli.cli import main\n"
+        "try:\n    main(['status', sys.argv[1]])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
     )
     arguments = [sys.executable, "-c", code, str(shared.root)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines()[-1] == "[]"

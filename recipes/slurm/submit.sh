@@ -21,6 +21,7 @@ script=$(dirname "$0")/stage.sbatch every=${EVALUATE:-0}
   exit 2
 }
 mkdir -p "$run/slurm"
+printf '%s\n' "GPU_OPTIONS=${GPU_OPTIONS:-}" "CPU_OPTIONS=${CPU_OPTIONS:-}" >"$run/slurm/options" # for status
 read -ra gpu <<<"${GPU_OPTIONS:-}"
 read -ra cpu <<<"${CPU_OPTIONS:-}"
 read -ra trainer <<<"${TRAIN_OPTIONS:-${GPU_OPTIONS:-}}"

@@ -102,7 +102,7 @@ def show(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Run directory, table or folder.")],
     as_json: JsonOption = False,
 ) -> None:
-    """One screen about a run, or about a table."""
+    """A table, a folder of them, or an evaluation; of a run the screen of status."""
     from exgrpo_cli.inspect import show as screens
 
     if as_json:
@@ -125,12 +125,11 @@ def status(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What of a run is done, missing or being made, and the next command to type.
+    """One screen about a run: its numbers, what is done or missing, the next command to type.
 
     For arrays: which shards are missing, and the sbatch line that sends them again.
     """
-    from exgrpo_cli.inspect.status import format_status
-    from exgrpo_cli.runs.state import describe
+    from exgrpo_cli.inspect.status import describe, format_status
 
     found = describe(open_run(run), step)
     if as_json:

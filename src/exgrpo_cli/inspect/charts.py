@@ -28,6 +28,10 @@ Band = list[tuple[float, float, float]]
 _WIDTH, _HEIGHT = 1000.0, 400.0
 
 
+_DOTS = 40
+"""More points than these are smoothed."""
+
+
 def _ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers that cover low..high, the first at or below low, the last at or above high."""
     if high - low <= max(1e-12 * max(abs(low), abs(high)), 1e-100):
@@ -131,8 +135,9 @@ def line_chart(
 ) -> str:
     """Lines over steps as an HTML figure; empty when no series has a point.
 
-    Up to 40 points are drawn as dots with their values as tooltips; longer series are drawn thin,
-    with their moving mean over a twentieth of the run on top.
+    Up to 40 points are drawn as dots with their values as tooltips. Where a series is longer, all
+    are drawn thin, with their moving mean over a twentieth of their points on top, and the note
+    says so.
 
     Args:
         title: the heading.
@@ -158,6 +163,11 @@ def line_chart(
         return _HEIGHT * (1 - (value - ticks[0]) / (ticks[-1] - ticks[0]))
 
     body, label_parts = [], []
+    smooth = any(len(points) > _DOTS for _, _, points in shown)
+    if smooth:
+        note += "; thick: moving mean over a twentieth of the run, thin: as measured"
+    if mark is not None:
+        note += f"; dashed: {mark[1]}"
     if mark is not None and min(steps) < mark[0] <= max(steps):
         body.append(
             f'<path class="mark" d="M{x(mark[0]):.1f} 0V{_HEIGHT:.0f}">'
@@ -167,7 +177,7 @@ def line_chart(
         css = f"c{i % 6}"
         if i < len(bands) and bands[i]:
             body.append(_band_path(bands[i], x, y, css))
-        if len(points) > 40:
+        if smooth:
             body.append(f'<path class="line raw {css}" d="{_path(_thin(points), x, y)}"></path>')
             mean = _moving_mean(points, max(3, len(points) // 20))
             body.append(f'<path class="line {css}" d="{_path(_thin(mean), x, y)}"></path>')

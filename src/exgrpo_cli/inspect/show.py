@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.evaluation import format_table
-from exgrpo_cli.metrics import evaluation_names, learning_curve, replay_start, series
-from exgrpo_cli.recipe import load_recipe
+from exgrpo_cli.inspect import status
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.runs.state import next_stage
 from exgrpo_cli.tables.duck import literal, query
+from exgrpo_cli.terminal import harmless
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -35,7 +34,7 @@ def describe(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if _is_run(path):
-        return _describe_run(RunDir(path))
+        return status.describe(RunDir(path))
     if (path / "summary.json").is_file():
         return {"kind": "evaluation", "path": str(path)} | _read_summary(path / "summary.json")
     return _describe_table(path)
@@ -50,7 +49,7 @@ def show(path: Path, console: Console) -> None:
     """
     found = describe(path)
     if found["kind"] == "run":
-        _show_run(found, console)
+        console.print(status.format_status(found), markup=False, highlight=False, soft_wrap=True)
     elif found["kind"] == "evaluation":
         console.print(format_table(found))
     else:
@@ -65,192 +64,6 @@ def _is_run(path: Path) -> bool:
         or ((path / names[2]).is_file() and any((path / name).is_dir() for name in folders))
         or sum((path / name).is_dir() for name in folders) > 1
     )
-
-
-def _describe_run(run: RunDir) -> dict[str, Any]:
-    recipe = load_recipe(run.recipe) if run.recipe.exists() else None
-    metrics = run.read_metrics()
-    trained = run.steps("policy")
-    step = max(trained, default=0)
-    last = {k: v for k, v in (metrics[-1] if metrics else {}).items() if k != "step"}
-    stages = [line for line in metrics if "success_rate" in line or "train/loss" in line]
-    return {
-        "kind": "run",
-        "path": str(run.root),
-        "steps": step,
-        "steps_planned": recipe.loop.steps if recipe else None,
-        "policy": str(run.policy(step)) if trained else (recipe.model.path if recipe else ""),
-        "problems": _run_problems(run),
-        "questions": _run_questions(run),
-        "pool": _run_pool(run, step),
-        "replay_started_step": replay_start(metrics),
-        "evaluations": [
-            {
-                "name": name,
-                "step": int(at),
-                "pass@1": value,
-                **{
-                    key: dict(series(metrics, f"eval/{name}/pass@1_{key}")).get(at)
-                    for key in ("low", "high")
-                },
-            }
-            for name in evaluation_names(metrics)
-            for at, value in series(metrics, f"eval/{name}/pass@1")
-        ],
-        "last_step": stages[-1]["step"] if stages else None,
-        "last_metrics": {k: v for k, v in stages[-1].items() if k != "step"} if stages else last,
-        "learning_curve": learning_curve(metrics),
-        "next": next_stage(run, recipe),
-    }
-
-
-def _run_problems(run: RunDir) -> dict[str, Any] | None:
-    if not run.problems.exists():
-        return None
-    rows = query(
-        "SELECT source, count(*) AS n FROM read_parquet($f) GROUP BY source ORDER BY source",
-        {"f": literal([run.problems])},
-        run.problems,
-    )
-    by_source = {row["source"]: row["n"] for row in rows}
-    return {"count": sum(by_source.values()), "by_source": by_source}
-
-
-def _run_questions(run: RunDir) -> dict[str, Any] | None:
-    if not run.questions.exists():
-        return None
-    return query(
-        """
-        SELECT count(*) AS seen,
-               count(*) FILTER (bucket = 'easy' AND retired_step IS NULL) AS easy,
-               count(*) FILTER (bucket = 'medium' AND retired_step IS NULL) AS medium,
-               count(*) FILTER (bucket = 'hard' AND retired_step IS NULL) AS hard,
-               count(retired_step) AS retired
-        FROM read_parquet($f)
-        """,
-        {"f": literal([run.questions])},
-        run.questions,
-    )[0]
-
-
-def _run_pool(run: RunDir, step: int) -> dict[str, Any] | None:
-    if not run.experience.exists():
-        return None
-    return query(
-        """
-        SELECT count(*) AS trajectories, count(DISTINCT problem_id) AS questions,
-               avg($step - step) AS age_mean, max($step - step) AS age_max,
-               avg(mean_entropy) AS mean_entropy
-        FROM read_parquet($f)
-        """,
-        {"f": literal([run.experience]), "step": step},
-        run.experience,
-    )[0] | {"by_bucket": _pool_by_bucket(run, step)}
-
-
-def _pool_by_bucket(run: RunDir, step: int) -> dict[str, dict[str, Any]]:
-    """The stored trajectories by their question's bucket: how many, how old, how certain."""
-    if not run.questions.exists():
-        return {}
-    rows = query(
-        """
-        SELECT bucket, count(*) AS trajectories, avg($step - step) AS age_mean,
-               avg(mean_entropy) AS mean_entropy
-        FROM read_parquet($experience)
-        JOIN (SELECT problem_id, bucket FROM read_parquet($questions)) USING (problem_id)
-        WHERE bucket IS NOT NULL
-        GROUP BY bucket
-        ORDER BY list_position(['easy', 'medium', 'hard'], bucket)
-        """,
-        {
-            "experience": literal([run.experience]),
-            "questions": literal([run.questions]),
-            "step": step,
-        },
-        run.experience,
-    )
-    return {row.pop("bucket"): row for row in rows}
-
-
-# Shown of the last step where they are there, in this order.
-_LAST = {
-    "success_rate": "success rate",
-    "reward/fresh_mean": "reward, fresh",
-    "reward/replay_mean": "reward, replay",
-    "rollout/tokens_mean": "tokens",
-    "rollout/truncated_share": "cut off",
-    "train/entropy": "entropy, nats",
-    "train/grad_norm": "gradient norm",
-    "replay/age_mean": "replay age, steps",
-    "time/rollout": "rollout, s",
-    "time/train": "train, s",
-}
-
-
-# What the train stage warns of; see docs/training.md.
-_ALARMS = {
-    "train/warning_entropy": "the policy's entropy is collapsing",
-    "train/warning_ratio": "a token's probability rose more than tenfold in one step",
-    "train/warning_groups": "nearly all groups have equal rewards",
-    "train/skipped_updates": "an update was skipped",
-}
-
-
-def _show_run(found: Mapping[str, Any], console: Console) -> None:
-    from rich.columns import Columns
-    from rich.rule import Rule
-    from rich.text import Text
-
-    planned = found["steps_planned"]
-    facts = {
-        "steps trained": f"{found['steps']}" + (f" of {planned}" if planned else ""),
-        "policy": found["policy"] or "not set",
-    }
-    if found["problems"]:
-        by_source = found["problems"]["by_source"]
-        named = ", ".join(f"{n:,} {source}" for source, n in list(by_source.items())[:4])
-        more = f" and {len(by_source) - 4} sources more" if len(by_source) > 4 else ""
-        facts["problems"] = f"{found['problems']['count']:,} ({named}{more})"
-    start = found["replay_started_step"]
-    facts["replay"] = "not started" if start is None else f"since step {start}"
-    if found["questions"]:
-        q = found["questions"]
-        facts["questions"] = (
-            f"{q['seen']:,} seen: {q['easy']:,} easy, {q['medium']:,} medium, {q['hard']:,} hard,"
-            f" {q['retired']:,} retired"
-        )
-    if found["pool"]:
-        pool = found["pool"]
-        facts["pool"] = f"{pool['trajectories']:,} trajectories of {pool['questions']:,} questions"
-        if pool["trajectories"]:
-            facts["pool"] += (
-                f"; age {pool['age_mean']:.1f} steps in the mean, {pool['age_max']} at most"
-            )
-        for name, value, form in (("entropy", "mean_entropy", ".3f"), ("age", "age_mean", ".1f")):
-            held = [f"{bucket} {row[value]:{form}}" for bucket, row in pool["by_bucket"].items()]
-            if held:
-                facts[f"pool {name}"] = ", ".join(held)
-    following = found["next"]
-    words = {
-        "done": "all steps are trained",
-        "finished": "every question is retired",
-        "init": "there are no problems yet",
-    }
-    what = words.get(following["stage"]) or f"{following['stage']} of step {following['step']}"
-    facts["next"] = f"{what}: {following['command']}"
-    console.print(Rule(Text(found["path"]), align="left"))
-    console.print(_pairs(facts))
-    metrics = found["last_metrics"]
-    shown = {name: metrics[key] for key, name in _LAST.items() if metrics.get(key) is not None}
-    if shown and found["last_step"] is not None:
-        console.print(Rule(f"step {found['last_step']}", align="left"))
-        console.print(Columns([Text(f"{k} {v:.4g}") for k, v in shown.items()], padding=(0, 3)))
-    alarms = [words for key, words in _ALARMS.items() if metrics.get(key)]
-    if alarms:
-        console.print(Text(f"warning: {'; '.join(alarms)}", style="bold yellow"))
-    if found["learning_curve"]:
-        console.print(Rule("learning curve", align="left"))
-        console.print(Text(found["learning_curve"]))
 
 
 def _pairs(facts: Mapping[str, str]) -> RenderableType:
@@ -421,7 +234,7 @@ def _show_table(found: Mapping[str, Any], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Rule(Text(found["path"]), align="left"))
+    console.print(Rule(Text(harmless(found["path"])), align="left"))
     parts = f"{found['files']} files" if found["files"] > 1 else "1 file"
     name = f"table {found['table']}" if found["table"] else "none of a run's tables"
     console.print(f"{name}: {found['rows']:,} rows, {parts}, {_size(found['bytes'])}")
@@ -433,7 +246,7 @@ def _show_table(found: Mapping[str, Any], console: Console) -> None:
     for head in ("column", "type", "meaning"):
         columns.add_column(head, header_style="dim")
     for column in found["columns"]:
-        columns.add_row(*(Text(column[key]) for key in ("name", "type", "meaning")))
+        columns.add_row(*(Text(harmless(column[key])) for key in ("name", "type", "meaning")))
     console.print(columns)
     for title, rows in found["numbers"].items():
         if not rows:
@@ -450,7 +263,7 @@ def _show_table(found: Mapping[str, Any], console: Console) -> None:
         console.print(numbers)
     for row in found["examples"]:
         head, *rest = row.items()
-        console.print(Rule(Text(str(head[1])), align="left"))
+        console.print(Rule(Text(_cell(head[1])), align="left"))
         console.print(_pairs({key: _cell(value) for key, value in rest}))
 
 
@@ -459,10 +272,7 @@ def _cell(value: Any) -> str:
         return "–"
     if isinstance(value, float):
         return f"{value:.4g}"
-    # A model may write terminal escapes.
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(value)
-    )
+    return harmless(str(value))
 
 
 def _size(count: int) -> str:

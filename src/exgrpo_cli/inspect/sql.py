@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from decimal import Decimal
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.tables import finite_or_none
+from exgrpo_cli.terminal import harmless
 
 if TYPE_CHECKING:
     import duckdb
@@ -34,7 +36,10 @@ _ANSWERS = ("SELECT", "EXPLAIN", "MULTI", "PRAGMA", "CALL")  # MULTI: PIVOT
 _SILENT = ("CREATE", "INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "SET", "TRANSACTION")
 
 
-# Others write files, or open other databases.
+# Others write files, open other databases or load extensions.
+
+
+_PLANNED = re.compile(r"EXPLAIN\s+(?:ANALYZE\s+)?(?:\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 @contextlib.contextmanager
@@ -42,7 +47,8 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """DuckDB in memory with the views of ``sql/views.sql``, in the run directory.
 
     The working directory is the run's within the block, so that relative paths in a query are
-    those of the views. What is created lives in memory.
+    those of the views. What is created lives in memory; no file is within reach but the run's,
+    nothing is installed or fetched, and no setting can be changed.
 
     Args:
         run: a run directory.
@@ -58,15 +64,36 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         raise InputError(f"{run}: holds no table of a run")
     views = files("exgrpo_cli.experience").joinpath("sql", "views.sql").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="exgrpo-") as spill, contextlib.chdir(run):
-        con = duckdb.connect(":memory:", config={"temp_directory": spill})
+        con = duckdb.connect(":memory:", config={"temp_directory": spill, **_ALONE})
         try:
             con.execute("SET enable_progress_bar = false").fetchall()
             con.execute(views).fetchall()
+            con.execute(f"SET allowed_directories = [{', '.join(map(_quoted, _roots()))}]")
+            con.execute("SET enable_external_access = false")
+            con.execute("SET lock_configuration = true")
             yield con
         except duckdb.Error as error:
             raise InputError(f"{run}: {_one_line(error)}") from error
         finally:
             con.close()
+
+
+_ALONE: dict[str, str | bool | int | float | list[str]] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_community_extensions": False,
+    "allow_persistent_secrets": False,
+}
+
+
+def _roots() -> list[str]:
+    """Here, and where links of the run's folders and tables lead: they may lie on other disks."""
+    links = [path for pattern in ("*", "*/step-*") for path in Path().glob(pattern)]
+    return sorted({str(Path.cwd()), *(str(p.resolve()) for p in links if p.is_symlink())})
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def answer(con: duckdb.DuckDBPyConnection, text: str, form: str, out: TextIO) -> None:
@@ -86,22 +113,46 @@ def answer(con: duckdb.DuckDBPyConnection, text: str, form: str, out: TextIO) ->
 
     try:
         for statement in con.extract_statements(text):
-            kind = statement.type.name
-            writes = re.search(r"\b(copy|export)\b", statement.query, re.IGNORECASE)
-            nested = kind in ("EXPLAIN", "MULTI") and writes
-            if kind not in (*_ANSWERS, *_SILENT) or nested:
-                what = writes[1] if nested and writes else kind
-                raise InputError(
-                    f"{what.upper().replace('_', ' ')} is refused: exgrpo sql only reads; --csv or"
-                    " --json print what a query returns"
-                )
+            _refuse_writing(con, statement)
             result = con.execute(statement)
-            if kind == "EXPLAIN":
+            if statement.type.name == "EXPLAIN":
                 out.write("".join(f"{row[-1]}\n" for row in result.fetchall()))
-            elif kind in _ANSWERS and result.description:
+            elif statement.type.name in _ANSWERS and result.description:
                 _WRITERS[form](result, out)
     except duckdb.Error as error:
         raise InputError(_one_line(error)) from error
+
+
+def _refuse_writing(con: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> None:
+    """Only statements that answer, or keep something in memory.
+
+    ``EXPLAIN ANALYZE`` runs what it explains, so that is looked at too. DuckDB calls a statement
+    with a pivot MULTI, whatever it does with it: then its first word counts.
+    """
+    import duckdb
+
+    kind, text = statement.type.name, statement.query
+    # Comments are tokens too: each goes up to the next token.
+    starts = [*duckdb.tokenize(text), (len(text), None)]
+    words = [
+        text[at:end]
+        for (at, token), (end, _) in pairwise(starts)
+        if token != duckdb.token_type.comment
+    ]
+    code = "".join(words)
+    if kind == "EXPLAIN" or words[0].strip().upper() == "EXPLAIN":
+        for inner in con.extract_statements(_PLANNED.sub("", code, count=1)):
+            _refuse_writing(con, inner)
+        return
+    if kind == "MULTI":
+        kind = words[0].strip().upper()
+        if kind not in ("COPY", "EXPORT"):
+            return
+    if kind not in (*_ANSWERS, *_SILENT):
+        raise InputError(
+            f"{kind.replace('_', ' ')} is refused: exgrpo sql only reads; --csv or --json print"
+            " what a query returns"
+        )
 
 
 def _one_line(error: Exception) -> str:
@@ -187,9 +238,7 @@ def _cell(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e6 else f"{value:g}"
-    text = str(value).replace("\n", "\\n")
-    # A model may write terminal escapes.
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return harmless(str(value).replace("\n", "\\n"), keep="")
 
 
 _WRITERS: dict[str, Callable[[Any, TextIO], None]] = {

@@ -1,7 +1,6 @@
-"""``exgrpo status``: what of a run is done, missing or being made, and the next command to type.
+"""``exgrpo status``: one screen about a run.
 
-Everything follows from the names of files, the plan and the recipe; no table but the plan is read
-(and the experience, where a step's replay candidates are not scored yet).
+What it has come to, what is done, missing or being made, and the next command to type.
 """
 
 from __future__ import annotations
@@ -11,8 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exgrpo_cli.rundir import step_name
+from exgrpo_cli.inspect.overview import overview, overview_lines
+from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.runs import state
 from exgrpo_cli.runs.state import ARRAYS
+from exgrpo_cli.terminal import harmless
 
 SCRIPT = "recipes/slurm/stage.sbatch"
 """What sends a stage's tasks to SLURM."""
@@ -32,6 +34,15 @@ def numbers(values: Iterable[int], join: str = ",") -> str:
 def shards(missing: Sequence[int], tasks: int) -> list[int]:
     """Which of an array's tasks do these parts."""
     return sorted({part % tasks for part in missing})
+
+
+def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
+    """What the screen says, as plain data: ``kind`` is ``run``.
+
+    See :func:`exgrpo_cli.runs.state.describe` and :func:`exgrpo_cli.inspect.overview.overview`.
+    """
+    found = state.describe(run, step)
+    return {"kind": "run", **found, **overview(run, found["steps"])}
 
 
 def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
@@ -54,6 +65,7 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
     lines = [", ".join(head)]
     if found["at_work"]:
         lines.append("at work: an exgrpo run, curate or train holds this run")
+    lines += overview_lines(dict(found))
     finished = found["next"]["stage"] in ("done", "finished", "init")
     if not finished or step["step"] != found["steps"]:
         lines += _step_lines(step, found, tasks)
@@ -64,17 +76,22 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
         done = numbers(evaluation["done"], " ") or "none yet"
         missing = f", missing {numbers(evaluation['missing'], ' ')}" * bool(evaluation["missing"])
         lines.append(f"evaluated on {name}: {done}{missing}")
+    if found["learning_curve"]:
+        lines.append(found["learning_curve"])
     lines += [f"mend: {line}" for line in found["faults"]]
-    return "\n".join([*lines, *_next_lines(found)])
+    return harmless("\n".join([*lines, *_next_lines(found)]))
 
 
 def _next_lines(found: Mapping[str, Any]) -> list[str]:
     following = found["next"]
     words = {"done": "all steps are trained", "finished": "every question is retired"}
-    lines = [f"finished: {words[following['stage']]}"] if following["stage"] in words else []
+    stage = following["stage"]
+    lines = [f"finished: {words[stage]}"] if stage in words else []
+    if stage == "init":
+        lines.append("there are no problems yet")
     when = "next, once that has ended" if found["at_work"] else "next"
     lines.append(f"{when}: {following['command']}")
-    if following["stage"] not in (*words, "init") and found["steps_planned"]:
+    if stage not in (*words, "init") and found["steps_planned"]:
         lines.append(f"all that is left: exgrpo run {shlex.quote(found['path'])}")
     return lines
 
@@ -89,20 +106,28 @@ def _step_lines(step: Mapping[str, Any], found: Mapping[str, Any], tasks: int | 
         )
     else:
         lines.append("  plan     not made yet")
+        if all(step["stages"][stage]["expected"] is None for stage in ARRAYS):
+            return lines  # nor anything else
+    unknown: set[str] = set()
     for stage in ARRAYS:
         entry = step["stages"][stage]
         lines.append(f"  {stage:<8} {_array_words(entry)}")
-        missing = entry["missing"] + (entry["replay"]["missing"] if stage == "score" else [])
-        if missing and entry["expected"] and (entry["done"] or tasks) and not found["at_work"]:
+        ready = entry["ready"] + (entry["replay"]["missing"] if stage == "score" else [])
+        if ready and entry["expected"] and (entry["done"] or tasks) and not found["at_work"]:
             count = tasks or entry["expected"]
-            wanted = numbers(shards(missing, count))
-            what = f"{stage} {shlex.quote(found['path'])} {step['step']} {count}"
-            lines.append(
-                f"           shards {wanted} of {count}: sbatch --array={wanted} {SCRIPT} {what}"
-            )
+            wanted = numbers(shards(ready, count))
+            kind = "CPU" if stage == "verify" else "GPU"
+            options = found["sbatch"][kind]
+            what = f"{SCRIPT} {stage} {shlex.quote(found['path'])} {step['step']} {count}"
+            line = f"sbatch {options or f'${kind}_OPTIONS'} --array={wanted} {what}"
+            lines.append(f"           shards {wanted} of {count}: {line}")
+            unknown |= set() if options else {kind}
     for stage in ("curate", "train"):
         done = step["stages"][stage]["complete"]
         lines.append(f"  {stage:<8} {'done' if done else 'not yet'}")
+    for kind in sorted(unknown):
+        example = "--partition=gpu --gres=gpu:1" if kind == "GPU" else "--partition=cpu"
+        lines.append(f'           first: {kind}_OPTIONS="{example}", as your cluster has it')
     return lines
 
 

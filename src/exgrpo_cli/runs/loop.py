@@ -40,13 +40,9 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
     """
     started = time.monotonic()
     check_engines(place, recipe)
+    # Before prepare writes the recipe: a tracker that does not start must not stay in it.
+    track = open_tracker(recipe.loop.track, place, recipe.model_dump(mode="json"))
     recipe = prepare(place, recipe, log)
-    track = open_tracker(
-        recipe.loop.track,
-        place.root.name,
-        place.root / "tensorboard",
-        recipe.model_dump(mode="json"),
-    )
     finished = False
 
     def send(step: int) -> None:

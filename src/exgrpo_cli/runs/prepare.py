@@ -19,6 +19,7 @@ from exgrpo_cli.recipe import (
     with_absolute_paths,
 )
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.runs.provenance import record_provenance
 from exgrpo_cli.step import Step
 
 SAMPLED_BY = (
@@ -32,10 +33,7 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     """Put the recipe and the problems into the run directory, where they are not there yet.
 
     A changed recipe replaces ``recipe.toml``, and the keys that changed are said. Its paths are
-    made absolute.
-
-    Returns:
-        The recipe as it lies in the run.
+    made absolute. Where and with what it was started is added to ``provenance.json``.
 
     Raises:
         InputError: no problems given, or none that fit; settings that cannot train, or that this
@@ -95,6 +93,7 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
     tables.write_text(run.recipe, to_toml(recipe))
+    record_provenance(run, recipe)
     return recipe
 
 

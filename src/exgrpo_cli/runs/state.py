@@ -157,7 +157,8 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
         ``rollout``, ``verify`` and ``score`` the counts ``done`` and ``expected`` (None where it is
         not known yet) of their parts and the numbers of those that are ``missing``, that a task is
         ``writing`` (they have a young temporary file) and that a killed one has ``left``
-        unfinished, and ``newest_seconds``, the age of the last part; for ``score`` also ``replay``,
+        unfinished, ``ready``, those of the missing that can be made now (what they are made from
+        is there), and ``newest_seconds``, the age of the last part; for ``score`` also ``replay``,
         the same of the replay candidates; for all of them and for ``curate`` and ``train`` whether
         it is ``complete``; ``faults``: lines about what must be mended by hand.
     """
@@ -203,6 +204,11 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
                 )
         faults += [f"{path}: damaged (no Parquet); remove it" for path in folder.damaged]
         stages[stage] = entry
+    sampled = found["rollout"].parts["part"]
+    for stage, entry in stages.items():
+        missing = entry["missing"]
+        can = plan is not None if stage == "rollout" else None
+        entry["ready"] = [n for n in missing if (n in sampled if can is None else can)]
     _add_later_stages(run, step, recipe, plan, found["score"], stages, deep=deep)
     return {"step": step, "plan": plan, "stages": stages, "faults": faults}
 
@@ -228,7 +234,7 @@ def _add_later_stages(
     score["replay"] = _parts(scores, "replay", wanted)
     score["complete"] = score["complete"] and not score["replay"]["missing"]
     if not recipe.score.enabled and not score["done"]:
-        score |= {"complete": True, "missing": []}
+        score |= {"complete": True, "missing": [], "ready": []}
     stages["curate"] = {"complete": curated}
     stages["train"] = {"complete": trained}
 
@@ -252,7 +258,9 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         ``curate`` or ``train`` holds the run; ``step``: see :func:`describe_step`; ``behind``:
         earlier steps with missing parts, ``step`` to the missing numbers by stage;
         ``evaluations``: by set the steps ``done`` and ``missing``; ``faults``: what must be mended
-        by hand; ``next``: ``step``, ``stage`` and ``command``.
+        by hand; ``sbatch``: options for ``GPU`` and ``CPU`` jobs (None where not known);
+        ``next``: ``step``, ``stage`` (``init`` before there are problems, ``done`` when all steps
+        are trained, ``finished`` when no question is left) and ``command``.
 
     Raises:
         InputError: the recipe is damaged, or the folder holds other things than a run.
@@ -264,12 +272,11 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     shown = describe_step(run, trained if step is None else step, settings)
     current = shown if shown["step"] == trained else describe_step(run, trained, settings)
     faults = list(dict.fromkeys([*current["faults"], *shown["faults"]]))
-    if trained > 0 and not run.trainer(trained).is_dir() and run.trainer(trained).parent.is_dir():
-        faults.append(
-            f"{run.trainer(trained)}: the trainer state of the newest policy is missing, and train"
-            " needs it; restore it"
-        )
     behind = _behind(run, trained, settings)
+    faults += [_lost_rollouts(run, int(n)) for n, gaps in behind.items() if "rollout" in gaps]
+    lost = _lost_trainer(run, trained)
+    if lost and (recipe is None or trained < recipe.loop.steps):
+        faults.append(f"{run.trainer(trained)}: {lost[0]}")
     return {
         "path": str(run.root),
         "steps": trained,
@@ -281,30 +288,62 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         "behind": behind,
         "evaluations": _evaluations(run, trained, settings),
         "faults": faults,
+        "sbatch": _sbatch_options(run),
         "next": _next(run, current, recipe, behind),
+    }
+
+
+def _lost_rollouts(run: RunDir, step: int) -> str:
+    root = shlex.quote(str(run.root))
+    again = f"exgrpo rollout {root} --step {step}"
+    return (
+        f"{run.rollouts(step)}: rollouts of a trained step are gone, and replay reads them; restore"
+        f" them, or sample them again: {again} (the same rows where the engine repeats itself, as"
+        f" on a CPU), or go back to that step: {again} --force --discard-later"
+    )
+
+
+def _lost_trainer(run: RunDir, trained: int) -> tuple[str, str | None] | None:
+    """What to do about the newest policy's trainer state where it is gone, and the command.
+
+    Training the step before once more makes it, from the state before that; step 0 needs none.
+    """
+    if trained == 0 or run.trainer(trained).is_dir():
+        return None
+    words = "the trainer state of the newest policy is gone, and train needs it; restore it"
+    kept = [0, *(n for n in run.steps("trainer") if n < trained)]
+    command = f"exgrpo train {shlex.quote(str(run.root))} --step {kept[-1]} --force"
+    if kept[-1] == trained - 1:
+        return f"{words}, or make it again: {command}", command
+    later = f"{kept[-1] + 1} to {trained - 1}"
+    return f"{words}, or train again from the last that is kept: {command}, then {later}", command
+
+
+def _sbatch_options(run: RunDir) -> dict[str, str | None]:
+    """What sbatch is told by ``GPU_OPTIONS`` and ``CPU_OPTIONS``: set now, or at the last submit.
+
+    ``submit.sh`` leaves them in ``RUN/slurm/options``; None where neither has them.
+    """
+    try:
+        text = (run.root / "slurm" / "options").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    kept = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {
+        kind: os.environ.get(f"{kind}_OPTIONS") or kept.get(f"{kind}_OPTIONS") or None
+        for kind in ("GPU", "CPU")
     }
 
 
 def _check_is_run(run: RunDir) -> None:
     """An empty folder may become a run; one with other things, such as runs, is a wrong path."""
     names = {entry.name for entry in run.root.iterdir() if not entry.name.startswith(".")}
-    known = {"recipe.toml", "problems.parquet", "plan", "rollouts", "policy"}
+    known = {"recipe.toml", "problems.parquet", "metrics.jsonl", "plan", "rollouts", "policy"}
     if names and not names & known:
         raise InputError(
             f"{run.root}: not a run directory (neither recipe.toml nor problems.parquet nor"
             " rollouts in it)"
         )
-
-
-def next_stage(run: RunDir, recipe: Recipe | None) -> dict[str, Any]:
-    """What comes next in a run: ``step``, ``stage`` and ``command``.
-
-    The stage is ``init`` before there are problems, ``done`` when all steps are trained, and
-    ``finished`` when no question is left.
-    """
-    trained, settings = max(run.steps("policy"), default=0), recipe or Recipe()
-    behind = _behind(run, trained, settings)
-    return _next(run, describe_step(run, trained, settings), recipe, behind)
 
 
 def _next(
@@ -334,6 +373,9 @@ def _next(
         for earlier in ("rollout", "verify"):
             if stage == "curate" and earlier in gaps:  # which reads the whole log
                 step, stage = int(before), earlier
+    lost = _lost_trainer(run, step) if stage == "train" else None
+    if lost and lost[1]:
+        return {"step": step, "stage": stage, "command": lost[1]}
     return {"step": step, "stage": stage, "command": f"exgrpo {stage} {root} --step {step}"}
 
 
@@ -344,7 +386,7 @@ def _init(root: str, recipe: Recipe | None) -> str:
 
 
 def _replay_from(run: RunDir, trained: int) -> int | None:
-    """The first step with replay, where it has come to that."""
+    """The first step with replay, as curation has it, where it has come to that."""
     start = _curation(run).get("replay_from")
     return start if isinstance(start, int) and start <= trained else None
 
@@ -352,9 +394,10 @@ def _replay_from(run: RunDir, trained: int) -> int | None:
 def _behind(run: RunDir, before: int, recipe: Recipe) -> dict[str, dict[str, list[int]]]:
     """Earlier steps whose log has gaps: a rebuild of the experience would need them."""
     found = {}
-    for step in run.steps("rollouts"):
+    for step in sorted({*run.steps("rollouts"), *run.steps("verdicts"), *run.steps("plan")}):
         if step < before:
-            stages = describe_step(run, step, recipe, deep=False)["stages"]
+            thrown_away = not run.rollouts(step).is_dir()  # then the plan tells how many
+            stages = describe_step(run, step, recipe, deep=thrown_away)["stages"]
             gaps = {name: stages[name]["missing"] for name in ARRAYS if stages[name]["missing"]}
             if gaps.get("score") and not stages["score"]["done"]:
                 del gaps["score"]  # it was left out in that step

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
+import socket
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
+from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.tables import write_json
 
 Track = Callable[[int, dict[str, Any]], None]
 """Takes a step and its metrics."""
 
 
-def open_tracker(kind: str, name: str, folder: Path, config: dict[str, Any]) -> Track:
-    """A function that sends one step's metrics to a tracker.
+def open_tracker(kind: str, run: RunDir, config: dict[str, Any]) -> Track:
+    """A function that sends one step's metrics to a tracker, where the project is ``exgrpo``.
+
+    A run that is taken up again is the same run there: its id is kept in ``RUN/tracking.json``
+    from the first metrics on; tensorboard's event files lie in ``RUN/tensorboard``.
 
     Args:
         kind: ``none``, ``trackio``, ``wandb`` or ``tensorboard``.
-        name: the run's name there; the project is ``exgrpo``.
-        folder: where tensorboard's event files go.
+        run: the run directory; nothing is written there before the first metrics.
         config: the recipe, for trackers that keep one.
 
     Raises:
-        InputError: the tracker is not installed.
+        InputError: the tracker is not installed, or does not start (such as without a login).
     """
     if kind == "none":
         return lambda step, metrics: None
@@ -32,21 +41,54 @@ def open_tracker(kind: str, name: str, folder: Path, config: dict[str, Any]) -> 
             f"{kind} is not installed; install it with: pip install {kind}, or leave --track out"
         )
     if kind == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
+        return _tensorboard(run.root / "tensorboard")
+    name, number = run.root.resolve().name, _run_id(run)
+    tracker: Any = importlib.import_module(kind)
+    # trackio's interface is wandb's, but it knows a run by its name.
+    who = {"name": name, "id": number} if kind == "wandb" else {"name": f"{name}-{number}"}
+    try:
+        tracker.init(project="exgrpo", config=config, resume="allow", **who)
+    except Exception as error:  # each tracker has kinds of its own
+        raise InputError(f"--track {kind}: {first_line(error)}") from error
 
-        writer: Any = SummaryWriter(log_dir=str(folder))
+    def log(step: int, metrics: dict[str, Any]) -> None:
+        if not _id_file(run).exists():
+            write_json(_id_file(run), {"id": number})
+        tracker.log(_numbers(metrics), step=step)
 
-        def scalars(step: int, metrics: dict[str, Any]) -> None:
-            for key, value in _numbers(metrics).items():
-                writer.add_scalar(key, value, step)
-            writer.flush()
+    return log
 
-        return scalars
-    import importlib
 
-    tracker: Any = importlib.import_module(kind)  # trackio's interface is wandb's
-    tracker.init(project="exgrpo", name=name, config=config)
-    return lambda step, metrics: tracker.log(_numbers(metrics), step=step)
+def _tensorboard(folder: Path) -> Track:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = None
+
+    def scalars(step: int, metrics: dict[str, Any]) -> None:
+        nonlocal writer
+        writer = writer or SummaryWriter(log_dir=str(folder))
+        for key, value in _numbers(metrics).items():
+            writer.add_scalar(key, value, step)
+        writer.flush()
+
+    return scalars
+
+
+def _id_file(run: RunDir) -> Path:
+    return run.root / "tracking.json"
+
+
+def _run_id(run: RunDir) -> str:
+    """The run's id at trackers: as kept, else a new one that no other run has."""
+    try:
+        return str(json.loads(_id_file(run).read_text(encoding="utf-8"))["id"])
+    except FileNotFoundError:
+        parts = f"{socket.gethostname()} {run.root.resolve()} {time.time_ns()}"
+        return hashlib.blake2b(parts.encode(), digest_size=4).hexdigest()
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{_id_file(run)}: damaged; remove it to begin a new tracked run"
+        ) from error
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,23 @@
+"""Text from data, such as a model's responses, on its way to a terminal."""
+
+from __future__ import annotations
+
+import re
+
+# C0 and C1 controls, line separators, changes of the writing direction, and halves of surrogates.
+_HARMFUL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def harmless(text: str, keep: str = "\n\t") -> str:
+    r"""The text with control characters written out (``\x1b``): a terminal would obey them.
+
+    Args:
+        text: anything.
+        keep: control characters that stay.
+    """
+    return _HARMFUL.sub(lambda match: match[0] if match[0] in keep else _written(match[0]), text)
+
+
+def _written(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
