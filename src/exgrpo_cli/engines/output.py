@@ -28,23 +28,26 @@ _SPOKEN = re.compile(  # what C++ says, without an exception's name
     r"|creating shared memory segment"
 )
 
-_MEMORY = "a GPU that others use (nvidia-smi) or a model for more GPUs (rollout.tensor_parallel)?"
-_MENDS = (
-    (r"/dev/shm|shm_open|psm_|torch_\d+|shared memory|bus error|signal 7\b",
-     "/dev/shm is too small or full (df -h /dev/shm; in a container: --shm-size=16g)"),
-    (r"no space left", "a disk is full (df -h /tmp ~/.cache)"),
-    (r"kv.?cache|cache blocks|max seq len|max_model_len",
-     "raise rollout.gpu_memory_utilization, or lower rollout.max_prompt_tokens and"
-     " rollout.max_new_tokens"),
-    (r"free memory on device",
-     "lower rollout.gpu_memory_utilization, or end what else uses the GPU (nvidia-smi)"),
-    (r"out of memory|outofmemory", _MEMORY),
-    (r"signal 9\b|bad_alloc|cannot allocate memory|MemoryError",
-     "this machine's memory ran out (free -h)"),
-    (r"not supported for now|no vllm implementation|model architectures?\b",
-     "--engine transformers opens more models"),
-    (r"divisible by tensor parallel|tensor_parallel_size", "see rollout.tensor_parallel"),
-)  # fmt: skip
+_SHM = "/dev/shm is too small or full (df -h /dev/shm; in a container: --shm-size=16g)"
+_LENGTHS = "rollout.max_prompt_tokens and rollout.max_new_tokens"
+_MENDS = {
+    r"/dev/shm|shm_open|psm_|torch_\d+|shared memory|bus error|signal 7\b": _SHM,
+    r"no space left": "a disk is full (df -h /tmp ~/.cache)",
+    r"kv.?cache|cache blocks|max seq len|max_model_len": (
+        f"raise rollout.gpu_memory_utilization, or lower {_LENGTHS}"
+    ),
+    r"free memory on device": (
+        "lower rollout.gpu_memory_utilization, or end what else uses the GPU (nvidia-smi)"
+    ),
+    r"out of memory|outofmemory": (
+        "end what else uses the GPU (nvidia-smi), or split the model: rollout.tensor_parallel"
+    ),
+    r"signal 9\b|bad_alloc|cannot allocate memory|MemoryError": (
+        "this machine's memory ran out (free -h)"
+    ),
+    r"not supported for now|no vllm implementation": "--engine transformers opens more models",
+    r"divisible by tensor parallel|tensor_parallel_size": "see rollout.tensor_parallel",
+}
 
 
 @contextlib.contextmanager
@@ -142,8 +145,9 @@ def explained(error: str, text: str) -> str:
     ended = re.search(r": -(\d+)", error)  # Failed core proc(s): {'EngineCore': -9}
     if not cause and ended:
         cause = f"a process of it was ended by signal {ended[1]}"
-    cause = cause or error
-    mend = next((m for pattern, m in _MENDS if re.search(f"(?i){pattern}", cause)), "")
+    cause = (cause or error).removeprefix("Value error, ")
+    cause = re.sub(r"\. Supported architectures: .*", "", cause)  # hundreds
+    mend = next((m for pattern, m in _MENDS.items() if re.search(f"(?i){pattern}", cause)), "")
     if len(cause) > _LONGEST:
         cause = cause[:_LONGEST].rstrip() + " ..."
     return f"{cause.rstrip('.')}; {mend or 'VLLM_LOGGING_LEVEL=INFO shows all that it says'}"
