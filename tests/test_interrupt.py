@@ -18,7 +18,7 @@ import pytest
 from exgrpo_cli.interrupts import LINE
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.stages.curate import curate
-from sample_log import group, make_recipe, write_problems, write_step
+from making import group, make_recipe, small_run, write_problems, write_step
 
 ROOT = Path(__file__).parents[1]
 MOMENTS = int(os.environ.get("EXGRPO_EXAMPLES", "18"))
@@ -282,10 +282,10 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
 
 
-def test_it_leaves_no_process(demo_model: Path, tmp_path: Path) -> None:
+def test_it_leaves_no_process(guesser: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [
-        "run", run, "-r", "recipes/demo.toml", "--model", demo_model, "--engine", "transformers",
+        "run", run, *small_run(guesser), "--steps", 1000, "--set", "curate.questions=64",
     ]  # fmt: skip
     child = subprocess.Popen(
         [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],

@@ -36,7 +36,7 @@ from exgrpo_cli.stages.curate import (
     replay_candidates,
     replay_on,
 )
-from sample_log import (
+from making import (
     group,
     make_recipe,
     plan,

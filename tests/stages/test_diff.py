@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,7 @@ from exgrpo_cli.recipe import Recipe, to_toml
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.stages.curate import choices, curate, first_plan
 from exgrpo_cli.stages.diff import diff, format_diff
-from sample_log import (
+from making import (
     group,
     make_recipe,
     plan,
@@ -25,7 +25,7 @@ from sample_log import (
     write_verdicts,
 )
 
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 QUESTIONS = [f"q{i}" for i in range(8)]
 RECIPE = make_recipe(questions=4, start_success=0.3)

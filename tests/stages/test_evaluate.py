@@ -21,7 +21,7 @@ from exgrpo_cli.stages.evaluate import (
     format_table,
     policy_fingerprint,
 )
-from sample_run import write
+from making import write
 
 _CHARACTERS = "0123456789+-*=;\\boxed{}"
 
