@@ -19,11 +19,11 @@ import zygote
 
 ROOT = Path(__file__).parents[1]
 
-# Whole runs in processes of their own. With --no-loadscope-reorder the workers begin with them, so
-# that none is left with a long file at the end.
+# Engines that start slowly, and whole runs. With --no-loadscope-reorder the workers begin with
+# them, so that none is left with a long file at the end.
 LONGEST = [
-    "test_iteration.py", "test_iteration_engines.py", "test_train_distributed.py", "test_vllm.py",
-    "test_drivers.py", "test_curate.py", "test_cli.py",
+    "test_vllm.py", "test_iteration_engines.py", "test_train_distributed.py", "test_iteration.py",
+    "test_interrupt.py", "test_drivers.py", "test_histories.py", "test_log.py",
 ]  # fmt: skip
 
 

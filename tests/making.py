@@ -6,15 +6,16 @@ Plain functions with small defaults; keywords replace them. torch is imported wh
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pytest
 
 from exgrpo_cli import tables
-from exgrpo_cli.recipe import Recipe, parse_recipe, to_toml
+from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.stages.curate import curate
 
 ROOT = Path(__file__).parents[1]
 
@@ -157,146 +158,74 @@ def make_recipe(samples: int = 4, seed: int = 0, **curate_settings: object) -> R
     )
 
 
-# --- runs of chosen content -----------------------------------------------------------------------
-
-HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> & \\boxed{<b>8</b>}"
+# --- curated logs ---------------------------------------------------------------------------------
 
 
-def make_metrics(run: RunDir, steps: int, seed: int = 0) -> None:
-    """Metrics as the stages leave them, of a run that learns, with replay from step 3."""
-    rng = random.Random(seed)
-    every = max(steps // 6, 1)
-    for step in range(steps + 1):
-        share = step / max(steps, 1)
-        rate = 0.25 + 0.4 * share + rng.uniform(-0.04, 0.04)
-        if step % every == 0 or step == steps:
-            value = 0.24 + 0.4 * share
-            found = {"": value, "_low": value - 0.04, "_high": value + 0.05}
-            metrics = {f"eval/heldout/pass@1{name}": number for name, number in found.items()}
-            run.record(step, "evaluate-heldout", metrics | {"eval/heldout/pass@4": value + 0.2})
-        if step == steps:
-            break
-        started = step >= 3
-        curate = {
-            "reward/mean": rate, "reward/fresh_mean": rate, "success_rate": rate,
-            "rollout/tokens_mean": 30 + 12 * share + rng.uniform(-2, 2),
-            "rollout/truncated_share": 0.06 * (1 - share),
-            "rollout/no_answer_share": 0.03 * (1 - share),
-            "pool/questions": 10 * step, "pool/trajectories": 24 * step,
-            "pool/bucket_easy": 4 * step, "pool/bucket_medium": 4 * step + 3,
-            "pool/bucket_hard": 2 * step + 6, "pool/retired": step * step // 12,
-            "pool/age_mean": step / 2, "replay/started": float(started),
-            "plan/fresh": 16 if started else 32, "plan/replay": 16 if started else 0,
-        }  # fmt: skip
-        train = {
-            "train/loss": rng.uniform(-0.01, 0.01),
-            "train/on_policy_loss": rng.uniform(-0.01, 0.01),
-            "train/ratio_mean": 1 + rng.uniform(-0.001, 0.001),
-            "train/clip_fraction": rng.uniform(0, 0.002), "train/entropy": 0.5 - 0.3 * share,
-            "train/grad_norm": rng.uniform(0.2, 1.4),
-        }  # fmt: skip
-        if started:
-            curate |= {"reward/replay_mean": rate - 0.1, "replay/questions": 16}
-            curate |= {"replay/age_mean": step / 3, "replay/mean_entropy": 0.2 - 0.1 * share}
-            train |= {"train/off_policy_loss": -0.05, "train/shaped_ratio_mean": 0.9}
-        run.record(step, "curate", curate)
-        run.record(step, "train", train)
-        for stage, most in (("rollout", 1.2), ("verify", 0.2), ("score", 0.3), ("curate", 0.1)):
-            run.record(step, f"time-{stage}", {f"time/{stage}": rng.uniform(0.7, 1) * most})
-        run.record(step, "time-train", {"time/train": rng.uniform(0.8, 1.2)})
+def vectors(name: str) -> dict:
+    """Published values that are not part of this copy, where they lie beside it."""
+    path = ROOT.parent / "shared" / "vectors" / f"{name}.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def make_tables(run: RunDir, step: int, hostile: str = "") -> None:
-    """Problems, and one step's plan, rollouts, verdicts, curated, experience and questions."""
-    gold = {"add<1>": "12", "mul": "8", "sub": "3"}
-    questions = {"add<1>": f"7+5= {hostile}", "mul": "2*4=", "sub": "9-6="}
-    system = {"role": "system", "content": "Be brief."}
-    write("problems", run.problems, [
-        problem_row(
-            pid, answer=gold[pid], source="sums" if pid == "add<1>" else "others",
-            prompt=[system, {"role": "user", "content": questions[pid]}],
-        )
-        for pid in gold
-    ])  # fmt: skip
-    texts = {
-        "add<1>": ["7+5=12; \\boxed{12}", f"{hostile} \\boxed{{13}}", "I think…"],
-        "mul": ["2*4=8; \\boxed{8}", "2*4=6; \\boxed{6}", "no idea"],
-    }
-    rollouts = [
-        rollout_row(
-            step, pid, sample, text, logprob=-0.5, mean_entropy=0.25, entropy_source="engine",
-            entropies=[0.25] * len(text_ids(text)), seed=sample,
-            finish_reason="length" if text.endswith("…") else "stop",
-        )
-        for pid, samples in texts.items()
-        for sample, text in enumerate(samples)
-    ]  # fmt: skip
-    verdicts = []
-    for r in rollouts:
-        boxed = "\\boxed{" in r["text"]
-        verdicts.append(
-            verdict_row(
-                r["rollout_id"], r["text"].endswith(f"\\boxed{{{gold[r['problem_id']]}}}"),
-                status="ok" if boxed else "no_answer", seconds=0.01,
-                extracted=r["text"].split("\\boxed{")[-1].rstrip("}") if boxed else None,
-            )
-        )  # fmt: skip
-    for i in range(2):
-        name, half = tables.part_name(i, 2), slice(3 * i, 3 * i + 3)
-        write("rollouts", run.rollouts(step) / name, rollouts[half])
-        write("verdicts", run.verdicts(step) / name, verdicts[half])
-    write_plan(run, step, rollouts)
-    chosen = {"reward": 1.0, "entropy_policy": step_name(step)}
-    write("curated", run.curated(step), [
-        rollouts[0] | chosen | {
-            "collected_step": step, "logprob_source": "score", "entropy_source": "score",
-            "bucket": "medium", "successes": 1, "attempts": 3, "rank": 1, "candidates": 2,
-        }
-    ])  # fmt: skip
-    part = f"rollouts/{step_name(step)}/{tables.part_name(0, 2)}"
-    write("experience", run.experience,
-          [r | chosen | {"part": part} for r in (rollouts[0], rollouts[3])])  # fmt: skip
-    keys = ("problem_id", "successes", "bucket", "retired_step")
-    rest = {"attempts": 3, "last_step": step, "times_replayed": 0, "epoch": 0}
-    write("questions", run.questions, [
-        dict(zip(keys, values, strict=True)) | rest
-        for values in (
-            ("add<1>", 1, "medium", None), ("mul", 1, "hard", None), ("sub", 3, "easy", step),
-        )
-    ])  # fmt: skip
+def start_replay(run: RunDir, recipe: Recipe, problem: str = "zz") -> None:
+    """Step 0: a success rate of 3/4 that stores nothing and lets replay start."""
+    write_step(run, 0, group(0, problem, "1110"))
+    curate(run, 0, recipe)
 
 
-def make_run(root: Path, steps: int, hostile: str = "") -> RunDir:
-    """A whole run of so many trained steps; the tables are of its last one."""
-    run = RunDir(root)
-    values = {"model": {"path": "models/tiny"}, "loop": {"steps": steps + 2}}
-    recipe = parse_recipe(values | {"train": {"learning_rate": 1e-4}}, "test")
-    tables.write_text(run.recipe, to_toml(recipe))
-    make_metrics(run, steps)
-    make_tables(run, steps - 1, hostile)
-    for step in range(1, steps + 1):
-        run.policy(step).mkdir(parents=True)
-    make_evaluation(run, steps)
-    return run
+def experience(run: RunDir) -> pl.DataFrame:
+    return tables.read_table("experience", run.experience)
 
 
-def make_evaluation(run: RunDir, step: int, name: str = "heldout") -> dict:
-    """An evaluation's summary of two sources, in its place."""
+def questions(run: RunDir) -> dict[str, dict]:
+    table = tables.read_table("questions", run.questions)
+    return {r["problem_id"]: r for r in table.to_dicts()}
 
-    def source(name: str, value: float) -> dict:
-        return {
-            "source": name, "problems": 100, "samples": 400, "pass@1": value, "low": value - 0.04,
-            "high": value + 0.05, "pass@4": value + 0.2, "pass@4_low": value + 0.15,
-            "pass@4_high": value + 0.25, "truncated": 0.01, "tokens": 31.5,
-        }  # fmt: skip
 
-    summary = {
-        "policy": step_name(step), "step": step, "samples": 4, "temperature": 0.6,
-        "max_new_tokens": 72, "rows": [source("others", 0.5), source("sums", 0.7)],
-        "overall": source("overall", 0.6),
-    }  # fmt: skip
-    tables.write_json(run.evaluation(step, name) / "summary.json", summary)
-    return summary
+def pool(run: RunDir) -> dict[str, list[str]]:
+    """The stored rollout ids of each question."""
+    stored: dict[str, list[str]] = {}
+    for r in experience(run).to_dicts():
+        stored.setdefault(r["problem_id"], []).append(r["rollout_id"])
+    return stored
+
+
+def fill_pool(run: RunDir, recipe: Recipe, patterns: dict[str, str]) -> None:
+    start_replay(run, recipe)
+    write_step(run, 1, [r for q, pattern in patterns.items() for r in group(1, q, pattern)])
+    curate(run, 1, recipe)
+
+
+def prepare_choice(run: RunDir, recipe: Recipe, scored: bool) -> list[dict]:
+    """Three stored successes of ``a`` (steps 1, 1, 2), to be replayed in step 3."""
+    start_replay(run, recipe)
+    first = [
+        row(1, "a", 0, True, "first", logprob=-1.0, entropy=0.5),
+        row(1, "a", 1, True, "second", logprob=-2.0, entropy=0.4),
+        row(1, "a", 2, False, "third"),
+        row(1, "a", 3, False, "fourth"),
+    ]
+    second = [row(2, "a", i, i == 1, f"later {i}", logprob=-0.5, entropy=0.6) for i in range(4)]
+    if scored:
+        write_scores(run, 1, first, {r["rollout_id"]: r["mean_entropy"] for r in first})
+    write_step(run, 1, first)
+    curate(run, 1, recipe)
+    write_step(run, 2, second)
+    curate(run, 2, recipe)
+    write_step(run, 3, group(3, "a", "000", "replay") + group(3, "b", "0000"))
+    return first + second
+
+
+def sample_by_plan(run: RunDir, step: int, pattern: str = "0000") -> list[str]:
+    """Roll out what was planned; the fresh questions."""
+    made = plan(run, step)
+    rows = [r for q in made["fresh"] for r in group(step, q, pattern)]
+    rows += [r for q in made["replay"] for r in group(step, q, "000", "replay")]
+    write_rollouts(run, step, rows)
+    write_verdicts(run, step, rows)
+    return made["fresh"]
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -331,8 +260,8 @@ def save(model: Any, folder: Path, tokenizer: Any = None, **generation: Any) -> 
     return folder
 
 
-def adapter(base: Path, folder: Path, seed: int = 0, **changes: Any) -> Any:
-    """A LoRA adapter with random weights, saved; the peft model."""
+def adapter_of(base: Path, seed: int = 0, **changes: Any) -> Any:
+    """A LoRA adapter with random weights on a model folder: the peft model."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -340,12 +269,10 @@ def adapter(base: Path, folder: Path, seed: int = 0, **changes: Any) -> Any:
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = get_peft_model(
+        return get_peft_model(
             AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
             LoraConfig(**settings | {"init_lora_weights": False} | changes),
         )
-    model.save_pretrained(folder)
-    return model
 
 
 LETTERS, GUESSES = "acfghi", "0248"

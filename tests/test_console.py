@@ -20,7 +20,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.console import answer, open_run
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.rundir import RunDir
-from making import make_run
+from made_run import make_run
 
 Exgrpo = Callable[..., Any]
 
@@ -184,7 +184,7 @@ def test_the_prompt(run: RunDir) -> None:
         until("42")
         until("exgrpo> ")
         os.write(ours, b"\x04")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         os.close(ours)

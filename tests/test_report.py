@@ -13,7 +13,7 @@ from exgrpo_cli import charts, tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.report import evaluation_names, learning_curve, replay_start, series, write_report
 from exgrpo_cli.rundir import RunDir
-from making import HOSTILE, make_evaluation, make_metrics, make_run, make_tables, write
+from made_run import HOSTILE, make_evaluation, make_metrics, make_run, make_tables, write
 
 _VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -13,7 +13,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.show import describe, match_table, show
-from making import make_metrics, make_run, make_tables, write
+from made_run import make_metrics, make_run, make_tables, write
 
 
 def _screen(path: Path, width: int = 100) -> str:

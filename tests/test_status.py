@@ -18,16 +18,8 @@ import pytest
 from exgrpo_cli import cli, tables
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.status import numbers, shards
-from making import (
-    make_metrics,
-    make_run,
-    make_tables,
-    rollout_row,
-    settings,
-    small_run,
-    verdict_row,
-    write,
-)  # fmt: skip
+from made_run import make_metrics, make_run, make_tables, write
+from making import rollout_row, settings, small_run, verdict_row
 
 ROOT = Path(__file__).parents[1]
 Call = Callable[..., str]

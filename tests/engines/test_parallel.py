@@ -119,7 +119,7 @@ def test_the_processes_end_with_a_parent_that_is_killed(guesser: Path) -> None:
     assert len(started) == 2
     parent.kill()
     parent.wait(10)
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
 
 
@@ -133,8 +133,8 @@ def test_ctrl_c_does_not_wait_for_processes_that_are_opening(guesser: Path) -> N
         process.suspend()  # it would open for ever
     time.sleep(0.5)
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(30) != 0
-    _, alive = psutil.wait_procs(started, timeout=10)
+    assert parent.wait(60) != 0
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
 
 

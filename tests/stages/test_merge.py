@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from exgrpo_cli.cli import main
 from exgrpo_cli.demo import make_tokenizer
@@ -18,6 +18,7 @@ from exgrpo_cli.models import load_model
 from exgrpo_cli.policy.checkpoint import save_policy
 from exgrpo_cli.recipe import ModelSettings
 from exgrpo_cli.stages.merge import merge
+from making import adapter_of, qwen
 
 IDS = torch.tensor([[5, 6, 7, 30, 8, 9, 2, 4, 4, 11]])
 
@@ -25,14 +26,7 @@ IDS = torch.tensor([[5, 6, 7, 30, 8, 9, 2, 4, 4, 11]])
 def build(folder: Path, dtype=torch.float32, **changes) -> Path:
     """A random Qwen2 with tokenizer and generation config."""
     tokenizer = make_tokenizer()
-    config = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "initializer_range": 0.2, "tie_word_embeddings": True, "eos_token_id": 1,
-    }  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(**config | changes))
+    model = qwen(vocab_size=len(tokenizer), num_hidden_layers=2, **changes)
     model.generation_config.eos_token_id = [1, 3]
     tokenizer.save_pretrained(folder)
     save_policy(model, str(folder), folder, dtype)
@@ -41,14 +35,9 @@ def build(folder: Path, dtype=torch.float32, **changes) -> Path:
 
 def adapt(base: Path, folder: Path, **changes) -> Path:
     """An adapter with random weights, saved as train saves it."""
-    settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-            LoraConfig(**settings | {"init_lora_weights": False} | changes),
-        )
-    save_policy(model, str(base), folder, torch.float32)
+    save_policy(
+        adapter_of(base, seed=1, lora_alpha=12, **changes), str(base), folder, torch.float32
+    )
     return folder
 
 

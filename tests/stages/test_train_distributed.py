@@ -22,18 +22,25 @@ ROOT = Path(__file__).parents[2]
 PATHS = ("rollouts", "verdicts", "scores", "curated", "trainer", "policy")
 
 
-def in_processes(count, arguments, given, out, step=0):
-    """`exgrpo train` under torchrun, on loose files; what it printed."""
+def in_processes(exgrpo, arguments, given, out, step=0):
+    """`exgrpo train` in two processes, as torchrun starts them, on loose files; what they say."""
     file = out.parent / "recipe.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(to_toml(given))
     options = [f"--{name}={arguments[name]}" for name in PATHS if arguments.get(name) is not None]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", "exgrpo_cli", "train", *options]
-    command += [f"--recipe={file}", f"--step={step}", f"--out={out}", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    options += [f"--recipe={file}", f"--step={step}", f"--out={out}", "--json"]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port())}
+    with (out.parent / "out.txt").open("w+") as said, (out.parent / "err.txt").open("w+") as log:
+        streams = {"stdout": said.fileno(), "stderr": log.fileno()}
+        children = [
+            exgrpo.start("train", *options, **streams, **shared, RANK=rank, LOCAL_RANK=rank)
+            for rank in "01"
+        ]
+        codes = [child.wait(300) for child in children]
+        words = [Path(file.name).read_text() for file in (said, log)]
+    assert codes == [0, 0], words
+    return json.loads(words[0]), words[1]
 
 
 def save(model, guesser, folder):
@@ -51,7 +58,7 @@ def assert_close(one, other):
             torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, guesser):
+def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, exgrpo, guesser):
     model = tiny(layers=2)
     save(model, guesser, tmp_path / "model")
     given = recipe(
@@ -65,7 +72,7 @@ def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, gu
     one = files["out_policy"]
 
     both = tmp_path / "both" / "step-00001"
-    metrics, said = in_processes(2, files, given, both)
+    metrics, said = in_processes(exgrpo, files, given, both)
     assert "2 processes, cpu" in said
     assert said.count("update 1/2") == 1  # one of them speaks
     for name in metrics:
@@ -87,14 +94,14 @@ def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, gu
     start = {"policy": both, "trainer": trainer}
     by_one = train(**files | {k: v if k == "trainer" else str(v) for k, v in start.items()},
                    recipe=given)  # fmt: skip
-    by_two, _ = in_processes(2, files | start, given, tmp_path / "both" / "step-00002", step=1)
+    by_two, _ = in_processes(exgrpo, files | start, given, tmp_path / "both" / "step-00002", step=1)
     assert_close(weights(files["out_policy"]), weights(tmp_path / "both" / "step-00002"))
     assert by_one["train/loss"] == pytest.approx(by_two["train/loss"], rel=1e-4)
     notes = json.loads((files["out_trainer"] / "trainer.json").read_text())["notes"]
     assert notes["first_entropy"] == pytest.approx(alone["train/entropy"], rel=1e-4)
 
 
-def test_adapters_and_recomputed_activations_in_two_processes(tmp_path, guesser):
+def test_adapters_and_recomputed_activations_in_two_processes(tmp_path, exgrpo, guesser):
     model = tiny(layers=2)
     save(model, guesser, tmp_path / "model")
     given = recipe(
@@ -105,7 +112,7 @@ def test_adapters_and_recomputed_activations_in_two_processes(tmp_path, guesser)
     files["policy"] = tmp_path / "model"
     alone = train(**files | {"policy": str(tmp_path / "model")}, recipe=given)
     both = tmp_path / "both" / "step-00001"
-    metrics, _ = in_processes(2, files, given, both)
+    metrics, _ = in_processes(exgrpo, files, given, both)
     assert metrics["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-3)
     assert metrics["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
     assert sorted(p.name for p in both.iterdir()) == sorted(
