@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 # them, so that none is left with a long file at the end.
 LONGEST = [
     "test_vllm.py", "test_iteration_engines.py", "test_train_distributed.py", "test_iteration.py",
-    "test_interrupt.py", "test_drivers.py", "test_histories.py", "test_log.py",
+    "test_demo.py", "test_interrupt.py", "test_drivers.py", "test_histories.py", "test_log.py",
 ]  # fmt: skip
 
 

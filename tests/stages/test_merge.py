@@ -26,7 +26,7 @@ IDS = torch.tensor([[5, 6, 7, 30, 8, 9, 2, 4, 4, 11]])
 def build(folder: Path, dtype=torch.float32, **changes) -> Path:
     """A random Qwen2 with tokenizer and generation config."""
     tokenizer = make_tokenizer()
-    model = qwen(vocab_size=len(tokenizer), num_hidden_layers=2, **changes)
+    model = qwen(vocab_size=len(tokenizer), **{"num_hidden_layers": 2} | changes)
     model.generation_config.eos_token_id = [1, 3]
     tokenizer.save_pretrained(folder)
     save_policy(model, str(folder), folder, dtype)
@@ -67,10 +67,10 @@ def test_a_merged_model_is_a_plain_folder_that_computes_the_same(base, tmp_path,
     assert opened.dtype == torch.float32
     with torch.no_grad():
         got = opened(IDS).logits
-    torch.testing.assert_close(got, logits(adapted), rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, logits(adapted), rtol=0, atol=1e-4)
     assert (got - logits(base)).abs().max() > 0.1
     assert result["merged"] == 14
-    assert result["max_logit_difference"] < 1e-5
+    assert result["max_logit_difference"] < 1e-4
     assert result["base"] == str(base)
 
     names = {path.name for path in (tmp_path / "merged").iterdir()}
@@ -91,7 +91,7 @@ def test_weights_are_saved_as_the_base_is_or_as_told(tmp_path):
     wide = load_file(tmp_path / "wide/model.safetensors")
     assert all(torch.equal(auto[name], value.bfloat16()) for name, value in wide.items())
     assert json.loads((tmp_path / "auto/config.json").read_text())["dtype"] == "bfloat16"
-    torch.testing.assert_close(logits(tmp_path / "wide"), logits(adapted), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(tmp_path / "wide"), logits(adapted), rtol=0, atol=1e-4)
 
 
 def test_the_base_may_lie_elsewhere_by_now(base, tmp_path):
@@ -102,7 +102,7 @@ def test_the_base_may_lie_elsewhere_by_now(base, tmp_path):
     with pytest.raises(InputError, match=rf"base model of {adapted}: .*no such.*--base PATH"):
         merge(adapted, tmp_path / "merged")
     merge(adapted, tmp_path / "merged", base=str(tmp_path / "moved"))
-    torch.testing.assert_close(logits(tmp_path / "merged"), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(tmp_path / "merged"), want, rtol=0, atol=1e-4)
 
 
 def test_what_exists_is_replaced_only_by_force(adapter, tmp_path):
@@ -220,7 +220,7 @@ def test_an_adapter_on_a_shared_weight_is_not_merged_wrongly(base, tmp_path, who
     with contextlib.suppress(StageError):
         merge(adapted, tmp_path / "merged")
     if (tmp_path / "merged").exists():  # a peft that unties them
-        torch.testing.assert_close(logits(tmp_path / "merged"), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits(tmp_path / "merged"), want, rtol=0, atol=1e-4)
 
 
 def command(*words: object) -> int:
@@ -242,7 +242,7 @@ def test_the_command_merges_an_adapter_or_a_runs_policy(adapter, tmp_path, capsy
     assert command(run, tmp_path / "first", "--step", 1) == 0
     want = logits(adapter)
     for folder in (run / "merged/step-00002", tmp_path / "first"):
-        torch.testing.assert_close(logits(folder), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits(folder), want, rtol=0, atol=1e-4)
 
     for words, message in [
         ([run], "exists already"),
