@@ -1,27 +1,22 @@
-"""The files of one small training step, for the tests of train."""
+"""The files of small training steps, and training from them."""
 
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from exgrpo_cli import tables
+from exgrpo_cli.models import load_model
 from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.stages.train import train
 from exgrpo_cli.training.logprobs import score_sequences
+from making import qwen
 
 VOCABULARY, SAMPLES, LONGEST = 48, 4, 10
 
 
 def tiny(dropout=0.0, layers=1):
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-            num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
-            initializer_range=0.2, attention_dropout=dropout,
-        )
-    ).eval()  # fmt: skip
+    return qwen(num_hidden_layers=layers, attention_dropout=dropout)
 
 
 def recipe(**sections) -> Recipe:
@@ -127,3 +122,21 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def run(arguments, model, given_recipe=None, **changes):
+    options = {"policy": str(model), "recipe": given_recipe or recipe()} | arguments | changes
+    return train(**options)
+
+
+def three_steps(root: Path, model_folder, given, scores=True):
+    """Three steps of the stage, each from files."""
+    policy, trainer = str(model_folder), None
+    arguments = []
+    for step in range(3):
+        model = load_model(policy, given.model, torch.device("cpu"), torch.float32)
+        files = make_step(root / str(step), model, step=step, scores=scores)
+        arguments.append(files | {"policy": policy, "trainer": trainer})
+        train(**arguments[-1], recipe=given)
+        policy, trainer = str(files["out_policy"]), files["out_trainer"]
+    return arguments

@@ -7,11 +7,9 @@ from typing import Any
 
 import polars as pl
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from exgrpo_cli import cli, tables
+from exgrpo_cli.demo import make_tokenizer
 from exgrpo_cli.engines import open_engine
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
@@ -21,34 +19,15 @@ from exgrpo_cli.stages.evaluate import (
     format_table,
     policy_fingerprint,
 )
-from sample_run import write
-
-_CHARACTERS = "0123456789+-*=;\\boxed{}"
+from making import qwen, save, write
 
 
 def _make_model(folder: Path, seed: int) -> None:
     """A random Qwen2 of some thousand parameters whose tokens are characters."""
-    words = ["<pad>", "<eos>", *dict.fromkeys(_CHARACTERS)]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(folder)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
+    size = len(make_tokenizer())
+    save(
+        qwen(seed, vocab_size=size, initializer_range=0.02), folder, eos_token_id=1, pad_token_id=0
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

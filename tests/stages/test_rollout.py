@@ -60,10 +60,10 @@ class Stream:
 
 
 @pytest.fixture
-def recipe(demo_model: Path) -> Recipe:
+def recipe(guesser: Path) -> Recipe:
     sets = ["rollout.samples=4", "rollout.questions_per_part=3", "rollout.device=cpu"]
     sets += ["rollout.max_new_tokens=24", "rollout.engine=transformers"]
-    return load_recipe(None, sets, {"model.path": str(demo_model)})
+    return load_recipe(None, sets, {"model.path": str(guesser)})
 
 
 @pytest.fixture
@@ -84,20 +84,20 @@ def problems(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def inner(demo_model: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> TransformersEngine:
+def inner(guesser: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> TransformersEngine:
     """The demo model; rows are drafted at once."""
     monkeypatch.setattr(stage, "_DRAFT_SECONDS", 0.0)
-    return TransformersEngine(recipe, str(demo_model))
+    return TransformersEngine(recipe, str(guesser))
 
 
 def test_a_killed_task_leaves_its_finished_rows_to_the_next(
-    inner: TransformersEngine, demo_model: Path, recipe: Recipe, problems: Path, tmp_path: Path
+    inner: TransformersEngine, guesser: Path, recipe: Recipe, problems: Path, tmp_path: Path
 ) -> None:
     said: list[str] = []
 
     def run(engine: Stream, out: str, *, name: str = "p", force: bool = False) -> pl.DataFrame:
         stage.rollout(
-            problems=problems, out=tmp_path / out, policy=str(demo_model), policy_name=name,
+            problems=problems, out=tmp_path / out, policy=str(guesser), policy_name=name,
             step=0, recipe=recipe, engine=lambda: engine, force=force, log=said.append,
         )  # fmt: skip
         return tables.read_table("rollouts", tmp_path / out)
@@ -128,13 +128,13 @@ def test_a_killed_task_leaves_its_finished_rows_to_the_next(
 
 
 def test_force_samples_anew(
-    inner: TransformersEngine, demo_model: Path, recipe: Recipe, problems: Path, tmp_path: Path
+    inner: TransformersEngine, guesser: Path, recipe: Recipe, problems: Path, tmp_path: Path
 ) -> None:
     for rows, force in ((3, False), (None, True)):
         engine = Stream(inner, rows)
         try:
             stage.rollout(
-                problems=problems, out=tmp_path / "out", policy=str(demo_model), policy_name="p",
+                problems=problems, out=tmp_path / "out", policy=str(guesser), policy_name="p",
                 step=0, recipe=recipe, engine=lambda e=engine: e, force=force,
             )  # fmt: skip
         except KeyboardInterrupt:
