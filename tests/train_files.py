@@ -7,8 +7,11 @@ from safetensors.torch import load_file
 
 from exgrpo_cli import tables
 from exgrpo_cli.models import load_model
+from exgrpo_cli.progress import quiet
 from exgrpo_cli.recipe import Recipe, parse_recipe
-from exgrpo_cli.stages.train import train
+from exgrpo_cli.stages import train as stage
+from exgrpo_cli.step import Step
+from exgrpo_cli.training.batch import Batch
 from exgrpo_cli.training.logprobs import score_sequences
 from making import qwen
 
@@ -114,6 +117,25 @@ def make_step(folder: Path, policy, step=0, *, replay=True, scores=True, seed=0,
         "out_policy": folder / "policy" / f"step-{step + 1:05d}",
         "out_trainer": folder / "trainer" / f"step-{step + 1:05d}",
     }
+
+
+def step_of(*, policy=None, step=0, out_policy=None, out_trainer=None, **files) -> Step:
+    """A step of loose files, by the names of :func:`make_step`."""
+    return Step.of(None, step, policy=policy, next_policy=out_policy, next_trainer=out_trainer,
+                   **files)  # fmt: skip
+
+
+def train(*, recipe, replay_started=True, curated=None, force=False, log=quiet, **files) -> dict:
+    """The stage over loose files; its metrics, and whether the step was done before."""
+    step = step_of(**files, curated=curated if replay_started else None)
+    result = stage.train(step, recipe, force=force, log=log)
+    return {**result.metrics, **({"skipped": True} if result.skipped else {})}
+
+
+def read_groups(arguments, given, **changes):
+    """The batch of files as :func:`make_step` names them."""
+    kinds = ("rollouts", "verdicts", "scores", "curated", "step")
+    return Batch.read(step_of(**{k: (arguments | changes)[k] for k in kinds})).groups(given)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

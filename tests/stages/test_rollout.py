@@ -13,11 +13,22 @@ from exgrpo_cli import tables
 from exgrpo_cli.engines import Completion, Engine, Request, Sampling
 from exgrpo_cli.engines.transformers import TransformersEngine
 from exgrpo_cli.recipe import Recipe, load_recipe
-from exgrpo_cli.stages import rollout as stage
+from exgrpo_cli.stages import drafts
+from exgrpo_cli.stages.rollout import rollout
+from exgrpo_cli.stages.sampling import Asked, completion_row
+from exgrpo_cli.step import Step
+
+
+class Reads:
+    """A tokenizer, as far as reading goes."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return " ".join(map(str, ids))
 
 
 def row_of(completion: Completion) -> dict[str, Any]:
-    return stage.completion_row("p", 3, 1, "fresh", "step-00003", [5], completion, "x", 9)
+    step = Step.of("run", 3)
+    return completion_row(step, Asked("p", 1), Request(0, [5], 9), completion, Reads())
 
 
 def test_a_row_says_where_its_mean_entropy_is_from() -> None:
@@ -86,7 +97,7 @@ def problems(tmp_path: Path) -> Path:
 @pytest.fixture
 def inner(guesser: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> TransformersEngine:
     """The demo model; rows are drafted at once."""
-    monkeypatch.setattr(stage, "_DRAFT_SECONDS", 0.0)
+    monkeypatch.setattr(drafts, "_SECONDS", 0.0)
     return TransformersEngine(recipe, str(guesser))
 
 
@@ -96,10 +107,8 @@ def test_a_killed_task_leaves_its_finished_rows_to_the_next(
     said: list[str] = []
 
     def run(engine: Stream, out: str, *, name: str = "p", force: bool = False) -> pl.DataFrame:
-        stage.rollout(
-            problems=problems, out=tmp_path / out, policy=str(guesser), policy_name=name,
-            step=0, recipe=recipe, engine=lambda: engine, force=force, log=said.append,
-        )  # fmt: skip
+        step = Step.of(None, policy=name, problems=problems, rollouts=tmp_path / out)
+        rollout(step, recipe, engine=lambda _: engine, force=force, log=said.append)
         return tables.read_table("rollouts", tmp_path / out)
 
     whole = run(Stream(inner), "whole")
@@ -133,10 +142,8 @@ def test_force_samples_anew(
     for rows, force in ((3, False), (None, True)):
         engine = Stream(inner, rows)
         try:
-            stage.rollout(
-                problems=problems, out=tmp_path / "out", policy=str(guesser), policy_name="p",
-                step=0, recipe=recipe, engine=lambda e=engine: e, force=force,
-            )  # fmt: skip
+            step = Step.of(None, policy=str(guesser), problems=problems, rollouts=tmp_path / "out")
+            rollout(step, recipe, engine=lambda _, e=engine: e, force=force)
         except KeyboardInterrupt:
             assert not force
     assert len(engine.asked) == 28

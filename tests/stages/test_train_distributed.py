@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 
 from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.runs.processes import _why_failed
-from exgrpo_cli.stages.train import train
 from making import parts, small_run
-from train_files import make_step, recipe, tiny, weights
+from train_files import make_step, recipe, tiny, train, weights
 
 ROOT = Path(__file__).parents[2]
 PATHS = ("rollouts", "verdicts", "scores", "curated", "trainer", "policy")

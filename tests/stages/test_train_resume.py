@@ -15,17 +15,19 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.models import load_model
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.stages import train as stage
-from exgrpo_cli.stages.train import train
 from exgrpo_cli.training import update
 from exgrpo_cli.training.head import open_head
+from exgrpo_cli.training.update import Terms
 from train_files import (
+    LONGEST,
     make_step,
+    read_groups,
     recipe,
     run,
     same,
     three_steps,
     tiny,
+    train,
     weights,
 )
 
@@ -42,11 +44,10 @@ def test_steps_from_files_equal_steps_in_memory_bit_for_bit(tmp_path, model_fold
     optimizer = update.make_optimizer(model, given.train)
     done = 0
     for step, files in enumerate(arguments):
-        groups = stage._read_groups(
-            files["rollouts"], files["verdicts"], None, files["curated"], step, given
-        )
+        groups = read_groups(files, given, scores=None)
+        terms = Terms(given.objective, None, LONGEST, 1.0)
         result = update.run_updates(
-            open_head(model), groups, stage._terms(given, True), optimizer, given.train,
+            open_head(model), groups, terms, optimizer, given.train,
             seed=tables.row_seed(given.seed, "train", step), done=done,
         )  # fmt: skip
         done = result.total_updates
@@ -92,7 +93,7 @@ KILLED = textwrap.dedent("""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
     from exgrpo_cli.policy import checkpoint
     from exgrpo_cli.recipe import parse_recipe
-    from exgrpo_cli.stages.train import train
+    from train_files import train
     arguments = json.loads(sys.argv[1])
     recipe = parse_recipe(arguments.pop("recipe"), "test")
 
@@ -104,7 +105,7 @@ KILLED = textwrap.dedent("""
                   for k, v in arguments.items()}
         for name in ("out_policy", "out_trainer"):
             values[name] = values[name].parent / point / values[name].name
-        log = None
+        log = lambda line: None
         if point == "update":
             log = lambda line: "update 2/3" in line and die()
         if point == "trainer":

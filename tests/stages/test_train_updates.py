@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from exgrpo_cli import tables
 from exgrpo_cli.models import load_model
 from exgrpo_cli.training import update
+from exgrpo_cli.training.batch import Row
 from exgrpo_cli.training.head import open_head
 from exgrpo_cli.training.objective import Clip
 from train_files import (
@@ -39,7 +40,7 @@ def gpt2_batch(count=9):
     for index in range(count):
         length = 1 + (5 * index) % 11
         rows.append(
-            update.Row(
+            Row(
                 rollout_id=str(index),
                 prompt_ids=torch.randint(0, VOCABULARY, (1 + index % 4,)).tolist(),
                 token_ids=torch.randint(0, VOCABULARY, (length,)).tolist(),
