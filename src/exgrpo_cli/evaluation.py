@@ -70,13 +70,18 @@ def bootstrap_interval(
     data = np.asarray(values, dtype=np.float64).ravel()
     if data.size == 0 or not np.all(np.isfinite(data)):
         raise ValueError("a bootstrap interval needs at least one value, all finite")
-    if data.min() == data.max() and data[0] in (0.0, 1.0):
+    if _at_an_end(data):
         return _wilson(int(data.sum()), data.size, level)
     means = _resampled_means(data, resamples, np.random.default_rng(seed))
     tail = (1.0 - level) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail])
     # The mean itself can leave the quantiles by rounding only when all values are equal.
     return float(min(low, data.mean())), float(max(high, data.mean()))
+
+
+def _at_an_end(data: Floats) -> bool:
+    """Whether every problem is solved in all of its samples, or none in any."""
+    return bool(data.min() == data.max() and data[0] in (0.0, 1.0))
 
 
 def _wilson(successes: int, trials: int, level: float) -> tuple[float, float]:
@@ -175,9 +180,16 @@ def average_of_sources(frame: pl.DataFrame, bootstrap: int, seed: int) -> dict[s
     if len(sources) < 2:
         return None
     rng = np.random.default_rng(seed)
-    means = np.mean([_resampled_means(values, bootstrap, rng) for values in sources], axis=0)
     average = float(np.mean([values.mean() for values in sources]))
-    low, high = (float(q) for q in np.quantile(means, [0.025, 0.975]))
+    # A source at 0 or 1 has no width when it is resampled: it adds its whole Wilson interval.
+    ends = [_wilson(int(v.sum()), v.size, 0.95) for v in sources if _at_an_end(v)]
+    inner = [_resampled_means(v, bootstrap, rng) for v in sources if not _at_an_end(v)]
+    sums = np.sum(inner, axis=0) if inner else np.zeros(1)
+    quantiles = np.quantile(sums, [0.025, 0.975])
+    low, high = (
+        float(q + sum(bounds)) / len(sources)
+        for q, bounds in zip(quantiles, zip(*ends, strict=True) if ends else ((), ()), strict=True)
+    )
     return {"pass@1": average, "low": min(low, average), "high": max(high, average)}
 
 

@@ -106,8 +106,10 @@ def test_a_killed_task_leaves_its_finished_rows_to_the_next(
 ) -> None:
     said: list[str] = []
 
-    def run(engine: Stream, out: str, *, name: str = "p", force: bool = False) -> pl.DataFrame:
-        step = Step.of(None, policy=name, problems=problems, rollouts=tmp_path / out)
+    def run(engine: Stream, out: str, *, name: str = "", force: bool = False) -> pl.DataFrame:
+        step = Step.of(
+            None, policy=name or str(guesser), problems=problems, rollouts=tmp_path / out
+        )
         rollout(step, recipe, engine=lambda _: engine, force=force, log=said.append)
         return tables.read_table("rollouts", tmp_path / out)
 
@@ -120,8 +122,9 @@ def test_a_killed_task_leaves_its_finished_rows_to_the_next(
     with pytest.raises(KeyboardInterrupt):
         run(Stream(inner, 5), "killed")
     other = Stream(inner, 0)  # another policy has no use for these rows
+    (tmp_path / "another").symlink_to(guesser)
     with pytest.raises(KeyboardInterrupt):
-        run(other, "killed", name="another")
+        run(other, "killed", name=str(tmp_path / "another"))
     last = Stream(inner)
     again = run(last, "killed")
     finished_parts = len(other.asked)  # rows of parts that were not written yet

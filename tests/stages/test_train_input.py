@@ -10,7 +10,6 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from train_files import (
     make_step,
-    recipe,
     run,
     tiny,
 )
@@ -120,17 +119,9 @@ def foreign_tokens(a):
         (lambda a: a.update(step=4), r"rollouts: rollout s00000/.* is of step 0, not of step 4"),
         (
             lambda a: a.update(step=4, trainer=a["rollouts"].parent / "none"),
-            r"none: no trainer state for step 4; train step 3 first, or give no trainer state",
+            r"none: no such trainer state",
         ),
         (lambda a: a.update(policy="/no/model"), r"/no/model: no such policy folder"),
-        (
-            lambda a: a.update(recipe=recipe(rollout={"top_p": 0.9})),
-            r"rollout\.top_p is 0\.9; it must be 1 in training",
-        ),
-        (
-            lambda a: a.update(recipe=recipe(rollout={"temperature": 0.0})),
-            r"rollout\.temperature is 0",
-        ),
     ],
     ids=lambda x: getattr(x, "__name__", "")[:30],
 )
@@ -151,7 +142,7 @@ def test_a_fresh_optimizer_is_allowed_when_asked_for(tmp_path, model_folder):
 
 def test_step_zero_needs_no_trainer_state(tmp_path, model_folder):
     arguments = make_step(tmp_path, tiny())
-    assert run(arguments, model_folder, trainer=tmp_path / "none")["train/updates"] == 1
+    assert run(arguments, model_folder, trainer=None)["train/updates"] == 1
 
 
 def test_without_curated_rows_a_replay_question_is_a_fresh_group(tmp_path, model_folder):

@@ -297,6 +297,7 @@ def train(
     )
     from contextlib import nullcontext
 
+    from exgrpo_cli.models import check_policy, check_tokenizer
     from exgrpo_cli.stages.train import train as stage
 
     of = open_step(
@@ -315,6 +316,9 @@ def train(
         next_policy=out,
         next_trainer=trainer_out,
     )
+    if of.run is None and policy is not None:
+        check_policy(policy)
+        check_tokenizer(policy)
     with nullcontext() if of.run is None else of.run.locked():
         result = stage(of, settings, force=force, log=to_stderr)
     shared.print(of, result, policy=str(of.next_policy))

@@ -78,7 +78,8 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
             return Result(skipped=1, metrics=kept)
         _check_trainer(step)
         check_policy(policy)
-        check_tokenizer(policy)  # or only the next rollout would miss it
+        if step.run is not None:
+            check_tokenizer(policy)  # or only the next rollout would miss it
         device = resolve_device(device_name)
         batch = Batch.read(step)
         work = _Work(step, recipe, policy, device, say)

@@ -70,6 +70,8 @@ class Batch:
     """The replayed trajectories, by question; None for none."""
     where: str
     """The rollouts' place, for messages."""
+    curated_where: str
+    """Likewise the trajectories'."""
 
     @classmethod
     def read(cls, step: Step) -> Batch:
@@ -90,6 +92,7 @@ class Batch:
             None if scores is None else _read_scores(scores, rollouts, step.number, name),
             None if curated is None else _read_curated(curated, step.number),
             name,
+            str(curated),
         )
 
     def groups(self, recipe: Recipe) -> list[Group]:
@@ -111,8 +114,8 @@ class Batch:
         for row, key, reward in self._replayed():
             if key not in members and recipe.rollout.samples > 1:
                 raise InputError(
-                    f"question {key[0]} has a curated trajectory ({row.rollout_id}) but no replay"
-                    f" rollouts in {self.where}; they are of different plans"
+                    f"{self.curated_where}: question {key[0]} has a curated trajectory but no"
+                    f" replay rollouts in {self.where}; they are of different plans"
                 )
             members.setdefault(key, []).insert(0, (row, reward))
         return self._with_advantages([members[key] for key in sorted(members)], recipe)
