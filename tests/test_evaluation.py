@@ -12,7 +12,6 @@ from rich.console import Console
 
 from exgrpo_cli.evaluation import (
     average_of_sources,
-    avg_at_k,
     bootstrap_interval,
     format_table,
     pass_at_k,
@@ -51,9 +50,9 @@ def test_pass_at_k_refuses_what_it_cannot_estimate() -> None:
         pass_at_k(4, 5, 1)
 
 
-def test_avg_at_k_weighs_problems_alike() -> None:
+def test_the_mean_pass_at_1_weighs_problems_alike() -> None:
     # A problem with more samples weighs no more: (1/4 + 1/1) / 2, not 2/5.
-    assert avg_at_k([4, 1], [1, 1]) == pytest.approx(0.625)
+    assert pass_at_k([4, 1], [1, 1], 1).mean() == pytest.approx(0.625)
 
 
 @given(
