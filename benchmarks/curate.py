@@ -30,9 +30,12 @@ from typing import Any
 import duckdb
 
 from exgrpo_cli import tables
+from exgrpo_cli.experience.database import connect, sql_text
+from exgrpo_cli.experience.plan import first_plan
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir, step_name
-from exgrpo_cli.stages import curate as stage
+from exgrpo_cli.stages.curate import curate as stage
+from exgrpo_cli.step import Step
 
 SAMPLES = 8
 QUESTIONS_PER_PART = 16
@@ -155,7 +158,7 @@ def make_history(
         )
         print(f"\rhistory: step {step} of {steps}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    first = stage.first_plan(run.problems, RECIPE)
+    first = first_plan(run.problems, RECIPE)
     tables.write_table("plan", first, run.plan(steps))
 
 
@@ -176,7 +179,7 @@ def sample_plan(con: duckdb.DuckDBPyConnection, run: RunDir, step: int) -> None:
 def child(root: Path, step: int, rebuild: bool) -> None:
     """Curate a step and print how long it took and the most memory that the process had."""
     started = time.perf_counter()
-    metrics = stage.curate(RunDir(root), step, RECIPE, rebuild=rebuild)
+    metrics = dict(stage(Step.of(root, step), RECIPE, rebuild=rebuild).metrics)
     seconds = time.perf_counter() - started
     usage = resource.getrusage(resource.RUSAGE_SELF)
     peak_mb = usage.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
@@ -276,10 +279,7 @@ def step_groups(run: RunDir, step: int) -> list[tuple[str, str, list[Row]]]:
 def scans(run: RunDir, step: int) -> Iterator[str]:
     """What a step's queries read of Parquet files, by EXPLAIN ANALYZE."""
     files = {kind: list((run.root / kind / step_name(step)).iterdir()) for kind in KINDS}
-    with duckdb.connect() as con:
-        con.execute("SET enable_progress_bar = false")
-        for name in ("scored", "wanted"):
-            con.execute(f"CREATE TEMP TABLE {name} ({stage._WORKING[name]})")
+    with connect() as con:
         values = {kind: [str(path) for path in files[kind]] for kind in KINDS}
         yield from _scans(con, "step_rows", values | {"root": f"{run.root}/"})
         chosen = duckdb.execute(
@@ -297,7 +297,7 @@ LISTS = ("prompt_ids", "token_ids", "logprobs", "entropies")
 
 
 def _scans(con: duckdb.DuckDBPyConnection, name: str, values: dict[str, Any]) -> Iterator[str]:
-    query = f"EXPLAIN (ANALYZE, FORMAT json) {stage.sql_text(name)}"
+    query = f"EXPLAIN (ANALYZE, FORMAT json) {sql_text(name)}"
     plan = json.loads(con.execute(query, values).fetchall()[0][1])
     yield f"{name}.sql reads, by EXPLAIN ANALYZE:"
     nodes = list(plan["operator"])

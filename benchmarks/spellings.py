@@ -33,7 +33,7 @@ PERCENT = re.compile(r"([0-9.]+)\s*\\?%")
 PAIR = re.compile(r"(\\left)?\s*([(\[])([^()\[\],]+),([^()\[\],]+?)(\\right)?\s*([)\]])")
 WORD = re.compile(r"\\text\{([A-Za-z]{3,})\}")
 MATRIX = re.compile(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}")
-FULL_WIDTH = str.maketrans("0123456789-.", "０１２３４５６７８９－．")  # noqa: RUF001
+FULL_WIDTH = str.maketrans("0123456789-.", "０１２３４５６７８９－．")
 RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 FORMS = {
@@ -154,7 +154,8 @@ def number_spellings(x: str) -> Iterator[Case]:
             yield from measured(x)
     elif match := DEGREES.fullmatch(x):
         for form in ("{}", "{}°", "{}^{{\\circ}}", "{}^\\circ", "{}^ \\circ", "{} degrees",
-                     "{}\\text{{ degrees}}", "{}\\degree", "\\boldsymbol{{{}^\\circ}}"):  # fmt: skip
+                     "{}\\text{{ degrees}}", "{}\\degree",
+                     "\\boldsymbol{{{}^\\circ}}"):  # fmt: skip
             yield "degrees", form.format(match[1])
     elif match := PERCENT.fullmatch(x):
         for form in ("{}\\%", "{}%", "{} \\%", "{} percent", "{}\\text{{ percent}}", "{}"):
@@ -336,8 +337,8 @@ def read_golds(path: Path) -> list[str]:
             data = tables.read_table("problems", path)
         except Exception:
             table = Path(folder) / "problems.parquet"
-            command = [sys.executable, "-m", "exgrpo_cli", "problems", str(path), "--out", str(table),
-                       "--keep-duplicates", "--skip-bad"]  # fmt: skip
+            command = [sys.executable, "-m", "exgrpo_cli", "problems", str(path), "--out",
+                       str(table), "--keep-duplicates", "--skip-bad"]  # fmt: skip
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             data = tables.read_table("problems", table)
     chosen = data["answer"].filter(data["verifier"] == "math")

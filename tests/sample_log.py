@@ -3,8 +3,27 @@
 import polars as pl
 
 from exgrpo_cli import tables
+from exgrpo_cli.experience.history import history_digests
+from exgrpo_cli.experience.pool import Experience
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.stages import curate as stage
+from exgrpo_cli.step import Step
+
+
+def curate(run: RunDir, step: int, recipe: Recipe, log: Log = quiet, **options: bool) -> dict:
+    """The curate stage in a run, and its outcome with its metrics."""
+    result = stage.curate(Step.of(run, step), recipe, log=log, **options)
+    return {**result.metrics, "skipped": bool(result.skipped), "finished": result.finished}
+
+
+def rebuild(run: RunDir, upto: int, recipe: Recipe) -> None:
+    """Derive a run's tables from its history alone, step after step."""
+    digests = history_digests(run, upto)
+    with Experience.open(run, recipe) as experience:
+        experience.derive(upto)
+        experience.write(digests)
 
 
 def make_recipe(samples: int = 4, seed: int = 0, **curate_settings: object) -> Recipe:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from exgrpo_cli.terminal import harmless
+
 if TYPE_CHECKING:
     import polars as pl
     from rich.table import Table
@@ -225,7 +227,7 @@ def format_table(summary: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows if len(rows) == 1 else [*rows, summary["overall"]]:
         table.add_row(
-            escape(row["source"]),
+            escape(harmless(row["source"])),
             str(row["problems"]),
             _with_interval(row),
             *(f"{row[f'pass@{k}']:.1%}" if f"pass@{k}" in row else "" for k in ks[1:]),

@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.runs.prepare import import_into
 from exgrpo_cli.problems import import_problems
 from exgrpo_cli.recipe import load_recipe, parse_recipe, to_toml
+from exgrpo_cli.runs.prepare import import_into
 from problem_files import one, write_json, write_jsonl, write_parquet
 
 Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
@@ -90,7 +90,7 @@ def test_math_as_folders_of_one_problem_a_file(tmp_path: Path) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"{number}.json").write_text(json.dumps(row))
     imported = import_problems(tmp_path / "MATH/train")
-    assert imported.report["format"] == "math"
+    assert (imported.report["format"], imported.report["file_count"]) == ("math", 4)
     assert imported.frame["answer"].to_list() == ["1", "2", "1", "2"]
     assert imported.frame["source"].unique().to_list() == ["train"]
     with pytest.raises(InputError, match="holds the splits test, train; give one's folder"):

@@ -187,6 +187,12 @@ def test_what_is_no_gold_is_left_out_and_counted(tmp_path: Path, answer: Any) ->
     assert any("left out 1 rows without a gold answer" in line for line in lines)
 
 
+def test_a_solution_that_is_missing_is_no_gold(tmp_path: Path) -> None:
+    rows = [{"question": "1?", "answer": "So\n#### 1"}, {"question": "2?", "answer": None}]
+    report = import_problems(write_jsonl(tmp_path / "a.jsonl", rows)).report
+    assert (report["format"], report["problems"], report["without_gold"]) == ("gsm8k", 1, 1)
+
+
 def test_a_functions_golds_are_its_own(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text("def judge(response, answer, metadata):\n    return True\n")
@@ -220,6 +226,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "mmlu_python_text": ({"choices": str(COLOURS), "answer": "1"}, "mmlu"),
     "mmlu_text": ({"choices": COLOURS, "answer": "blue"}, "mmlu"),
     "mmlu_columns": (WITH_LETTERS | {"answer": "B"}, "mmlu"),
+    "agieval": ({"choices": ["(A)red", "(B)blue", "(C)green", "(D)brown"], "gold": [1]}, "mmlu"),
     "mmlu_pro": ({"options": COLOURS, "answer": "B", "answer_index": 1}, "mmlu_pro"),
     "mmlu_pro_index": ({"options": COLOURS, "answer_index": 1}, "mmlu_pro"),
     "aqua": ({"options": ["A)red", "B)blue", "C)green", "D)brown"], "correct": "B"}, "mmlu_pro"),
@@ -257,6 +264,15 @@ def test_several_right_options(tmp_path: Path, answer: Any) -> None:
     assert (problem["answer"], problem["verifier"]) == ("AC", "choice")
     assert problem["prompt"][0]["content"].endswith("the letters of all right options.")
     assert problem["report"]["gold_faults"] == []
+
+
+def test_options_of_a_chat_stand_in_its_last_question(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": QUESTION}]
+    problem = one(
+        write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat, "options": COLOURS, "answer": "B"}])
+    )
+    assert problem["prompt"][0] == chat[0]
+    assert problem["prompt"][1]["content"].startswith(RED_OR_BLUE)
 
 
 def test_arc_as_it_was_first_published(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
@@ -22,18 +24,23 @@ from hypothesis import strategies as st
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.experience.buckets import bucket_log_weights, bucket_probabilities, draw_counts
-from exgrpo_cli.experience.choose import fetch_trajectories, replay_candidates
-from exgrpo_cli.experience.plan import first_plan
-from exgrpo_cli.experience.pool import rebuild, replay_on
+from exgrpo_cli.experience.buckets import bucket_probabilities, draw_counts
+from exgrpo_cli.experience.choose import choose, fetch_trajectories, replay_candidates
+from exgrpo_cli.experience.curation import Curation
+from exgrpo_cli.experience.database import connect, fill, sql_text
+from exgrpo_cli.experience.history import read_plan
+from exgrpo_cli.experience.plan import draw_plan, first_plan
+from exgrpo_cli.experience.pool import Experience, replay_on
 from exgrpo_cli.recipe import CurateSettings, Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.stages import curate as stage
-from exgrpo_cli.stages.curate import curate
+from exgrpo_cli.tables.duck import literal
 from sample_log import (
+    curate,
     group,
     make_recipe,
     plan,
+    rebuild,
     row,
     text_ids,
     write_plan,
@@ -92,6 +99,18 @@ def run(tmp_path: Path) -> RunDir:
 # --- drawing buckets ----------------------------------------------------------------------------
 
 
+def bucket_log_weights(
+    sizes: dict[int, int], samples: int, settings: CurateSettings
+) -> dict[int, float]:
+    """The log-weight of each bucket that holds questions, as the query gives it."""
+    recipe = make_recipe(samples).model_copy(update={"curate": settings})
+    with connect() as con:
+        held = [(f"{count}/{i}", count) for count, size in sizes.items() for i in range(size)]
+        fill(con, "pool_questions", held)
+        rows = Experience(con, RunDir(Path()), recipe).sql("bucket_weights")
+        return {row["count"]: row["log_weight"] for row in rows}
+
+
 def weights_of(method: str, **more: object) -> CurateSettings:
     return CurateSettings(weights=method, **more)  # type: ignore[arg-type]
 
@@ -140,10 +159,8 @@ def test_bucket_probabilities_of_eight_rollouts(method: str, expected: dict[int,
     assert sum(found.values()) == pytest.approx(1)
 
 
-def test_sigma_as_a_share_is_almost_flat_and_no_weight_underflows() -> None:
+def test_sigma_widens_the_weights_and_none_underflows() -> None:
     sizes = {1: 1, 4: 1}
-    share = bucket_log_weights(sizes, 8, weights_of("normal", sigma_unit="share"))
-    assert share[4] - share[1] == pytest.approx(0.5 * 0.375**2)
     wide = bucket_log_weights(sizes, 8, weights_of("normal", sigma=2.0))
     assert wide[4] - wide[1] == pytest.approx(0.5 * 1.5**2)
     # Far from K/2 the density itself is 0 in float64; where no other bucket is left it is drawn.
@@ -592,15 +609,26 @@ def test_selection_under_the_current_policy(run: RunDir) -> None:
     assert held["s00002/a/01"]["entropy_source"] == "logprobs"
 
 
+@contextmanager
+def loaded(run: RunDir, recipe: Recipe) -> Iterator[Experience]:
+    """The experience as the run's tables hold it."""
+    found = Curation.read(run)
+    with Experience.open(run, recipe) as experience:
+        assert found is not None
+        assert experience.load(found)
+        yield experience
+
+
 def test_random_selection_is_uniform_and_seeded(run: RunDir) -> None:
     prepare_choice(run, make_recipe(), scored=False)
     chosen: Counter[str] = Counter()
-    with stage._connect() as con:
-        stage._load(con, run)
-        files = stage._step_files(run, 3)
+    with loaded(run, make_recipe()) as experience:
+        read_plan(experience.con, run.plan(3))
         for seed in range(90):
-            stage._choose(con, run, 3, files, make_recipe(selection="random", seed=seed))
-            chosen[con.execute("SELECT rollout_id FROM chosen").fetchall()[0][0]] += 1
+            experience.recipe = make_recipe(selection="random", seed=seed)
+            choose(experience, 3, [])
+            (picked,) = experience.con.execute("SELECT rollout_id FROM chosen").fetchall()
+            chosen[picked[0]] += 1
     assert len(chosen) == 3
     assert sum((n - 30) ** 2 / 30 for n in chosen.values()) < 13.8  # chi-square, p = 0.001
 
@@ -647,7 +675,7 @@ def spoil_lists(path: Path) -> None:
         "SELECT coalesce(dictionary_page_offset, data_page_offset), total_compressed_size"
         " FROM parquet_metadata($1)"
         " WHERE regexp_matches(path_in_schema, '^(prompt_ids|token_ids|logprobs|text)')",
-        [stage._glob_safe([path])[0]],
+        literal([path]),
     ).fetchall()
     assert len(chunks) == 4
     data = bytearray(path.read_bytes())
@@ -733,12 +761,10 @@ def test_draws_of_questions_follow_the_probabilities(run: RunDir, weights: str) 
     patterns = {q: "1" * k + "0" * (4 - k) for k in names for q in names[k]}
     fill_pool(run, make_recipe(), patterns)
     draws, drawn = 0, Counter[str]()
-    with stage._connect() as con:
-        stage._load(con, run)
-        stage._fill_problem_ids(con, run.problems)
+    with loaded(run, make_recipe()) as experience:
         for seed in range(80):
-            recipe = make_recipe(weights=weights, questions=6, seed=seed)
-            made, _ = stage._plan(con, recipe, 2, True)
+            experience.recipe = make_recipe(weights=weights, questions=6, seed=seed)
+            made, _ = draw_plan(experience, 2)
             replayed = made.filter(pl.col("role") == "replay")["problem_id"].to_list()
             assert len(set(replayed)) == 3
             drawn.update(replayed)
@@ -771,11 +797,10 @@ def test_planned_questions_follow_the_vectors(run: RunDir, method: str) -> None:
     write_step(run, 1, [r for q, k in names.items() for r in group(1, q, "1" * k + "0" * (8 - k))])
     curate(run, 1, recipe)
     drawn: Counter[int] = Counter()
-    with stage._connect() as con:
-        stage._load(con, run)
-        stage._fill_problem_ids(con, run.problems)
+    with loaded(run, recipe) as experience:
         for seed in range(50):
-            made, _ = stage._plan(con, recipe.model_copy(update={"seed": seed}), 2, True)
+            experience.recipe = recipe.model_copy(update={"seed": seed})
+            made, _ = draw_plan(experience, 2)
             replayed = made.filter(pl.col("role") == "replay")["problem_id"].to_list()
             drawn.update(names[q] for q in replayed)  # six, and no bucket is smaller
     draws = sum(drawn.values())
@@ -966,8 +991,8 @@ HARNESS = """
 import os, signal, sys
 from pathlib import Path
 from exgrpo_cli.recipe import parse_recipe
-from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.stages.curate import curate
+from exgrpo_cli.step import Step
 
 # Dies when the n-th file is about to be put in its place.
 left, real = int(sys.argv[2]), Path.replace
@@ -981,7 +1006,7 @@ def replace(self, target):
 
 Path.replace = replace
 values = {"rollout": {"samples": 4}, "curate": {"questions": 4}}
-curate(RunDir(Path(sys.argv[1])), 2, parse_recipe(values, "test"))
+curate(Step.of(sys.argv[1], 2), parse_recipe(values, "test"))
 """
 
 
@@ -1374,7 +1399,7 @@ def test_views_have_the_tables_columns_with_and_without_files(
     def check(place: Path, counts: dict[str, int]) -> None:
         monkeypatch.chdir(place)
         with duckdb.connect() as con:
-            con.execute(stage.sql_text("views")).fetchall()
+            con.execute(sql_text("views")).fetchall()
             for name, count in counts.items():
                 expected = {c: kind for c, (kind, _, _) in tables.SCHEMAS[name].items()}
                 found = columns(con, name)

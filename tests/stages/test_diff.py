@@ -15,8 +15,8 @@ from exgrpo_cli.experience.whatif import choices
 from exgrpo_cli.inspect.diff import diff, format_diff
 from exgrpo_cli.recipe import Recipe, to_toml
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.stages.curate import curate
 from sample_log import (
+    curate,
     group,
     make_recipe,
     plan,

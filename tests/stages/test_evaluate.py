@@ -15,7 +15,12 @@ from exgrpo_cli import cli, tables
 from exgrpo_cli.engines import open_engine
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
-from exgrpo_cli.stages.evaluate import evaluate, evaluation_metrics, format_table, policy_fingerprint
+from exgrpo_cli.stages.evaluate import (
+    evaluate,
+    evaluation_metrics,
+    format_table,
+    policy_fingerprint,
+)
 from sample_run import write
 
 _CHARACTERS = "0123456789+-*=;\\boxed{}"

@@ -16,7 +16,7 @@ from exgrpo_cli.verifiers import Verdict, choice, exact
         ("Answer: B", "B"), (r"\boxed{B}", "B"), ("The answer is (B).", "B"), ("B = 12", "B"),
         ("The answer is C because it is so", "C"), ("The correct option is C.", "C"),
         ("The correct answer is option D", "D"), ("A is right", "A"), ("B, because", "B"),
-        ("Ｃ", "C"), ("（B）", "B"), ("E: None of the above", "E"),  # noqa: RUF001
+        ("Ｃ", "C"), ("（B）", "B"), ("E: None of the above", "E"),
         ("K", None), ("A man walks", None), ("12", None), ("", None), ("bad", None),
         ("neither B nor C", None), ("B, not C", None), ("(B) and also C", None),
         # several

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo_cli.recipe import VerifySettings
+from exgrpo_cli.verifiers import boxes
 from exgrpo_cli.verifiers.extract import (
     RULES,
-    _last_whole_box,
     after_thinking,
     extract_answer,
+    gold_answer,
     last_boxed,
 )
 
@@ -32,8 +33,8 @@ from exgrpo_cli.verifiers.extract import (
         (r"\[ a \\ \boxed{7} \]", "7"),
         (r"is $\boxed 5$", "5"),
         (r"\boxed{a \boxed{b} c}", "b"),
-        # an unclosed or an empty box is no answer, an earlier whole one is
-        (r"\boxed{3} and then \boxed{1", "3"),
+        # an empty box is passed over, an unclosed one was cut off: what it said is not known
+        (r"\boxed{3} and then \boxed{1", None),
         (r"\boxed{3} as asked for in \boxed{}", "3"),
         (r"\boxed{12", None),
         (r"a stray { and \boxed{5}", "5"),
@@ -54,7 +55,7 @@ from exgrpo_cli.verifiers.extract import (
         ("The answer is 5 apples. They are red.", "5 apples"),
         ("**Answer:** 17", "17"),
         ("Final answer: **17**", "17"),
-        ("Answer: $x$ and $y$", "$x$ and $y$"),
+        ("Answer: $x$ and $y$", "x, y"),
         ("The answer is:\n\n$$x^2$$", "x^2"),
         ("The answer is (B).", "(B)"),
         (r"The answer is 3, so \boxed{4}", "4"),
@@ -62,7 +63,7 @@ from exgrpo_cli.verifiers.extract import (
         (r"<think>\boxed{1}</think> So \boxed{2}.", "2"),
         (r"<think>\boxed{1}</think> I do not know.", None),
         (r"\boxed{1}</think>a</think>\boxed{2}", "2"),
-        (r"<think> cut off in thought \boxed{1}", "1"),
+        (r"<think> cut off in thought \boxed{1}", None),
         ("", None),
         ("   \n", None),
         ("no answer at all", None),
@@ -84,12 +85,13 @@ ALL = (
     ("rule", "answer"),
     [
         ("auto", "4"), ("boxed", "4"), ("answer_tag", "3"), ("hashes", "1"), ("phrase", "2"),
-        ("last_line", "last: 5"),
+        ("last_line", "last: 5"), ("whole", ALL.partition("</think>\n")[2]),
     ],
 )  # fmt: skip
 def test_the_rule_says_where_the_answer_is(rule: str, answer: str) -> None:
     assert extract_answer(ALL, rule) == answer
-    assert extract_answer("<think>" + ALL.replace("</think>", ""), rule) == answer
+    assert extract_answer(ALL.replace("<think>", "").replace("</think>", ""), rule) is not None
+    assert extract_answer("<think>" + ALL.replace("</think>", ""), rule) is None
     # no rule falls back on another form
     kept = {"auto": "x", "boxed": "x", "answer_tag": "x", "hashes": "x", "phrase": "x"}
     assert extract_answer("x", rule) == ("x" if rule not in kept else None)
@@ -119,14 +121,40 @@ def test_the_last_phrase_in_long_texts(text: str, answer: str | None) -> None:
 @given(
     st.lists(
         st.sampled_from(
-            ["\\boxed{", "\\fbox{", "\\\\boxed{", "boxed", "\\", "{", "}", "\\{", "\\}", "1", " "]
+            [
+                "\\boxed{",
+                "\\fbox{",
+                "\\\\boxed{",
+                "boxed",
+                "\\",
+                "{",
+                "}",
+                "\\{",
+                "\\boxed{1}",
+                ", ",
+            ]
         ),
-        max_size=14,
+        max_size=20,
     ).map("".join)
 )
-def test_looking_at_the_last_box_alone_changes_nothing(text: str) -> None:
-    expected = _last_whole_box(text) if "box" in text else None
-    assert last_boxed(text) == expected
+def test_looking_at_the_last_boxes_alone_changes_nothing(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boxes, "_box_near_the_end", lambda text: boxes._first_box(text))
+        expected = boxes.boxed(text)
+    assert boxes.boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("solution", "gold"),
+    [
+        (r"So \boxed{1} and \boxed{-2}.", "1, -2"),
+        (r"First \boxed{7}. After a long while, it is seen that the sum is \boxed{8}.", "8"),
+        (r"It is \boxed{5", None),
+        ("The answer is 5.", None),
+    ],
+)
+def test_gold_answers_are_read_alike(solution: str, gold: str | None) -> None:
+    assert gold_answer(solution) == gold == extract_answer(solution, "boxed")
 
 
 balanced = st.recursive(

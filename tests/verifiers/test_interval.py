@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from math_verify.grader import sympy_symbolic_eq
 
-from exgrpo_cli.verifiers.interval import differ
+from exgrpo_cli.verifiers.interval import as_near_as_written, differ
 
 X, Y = sympy.symbols("x y", real=True)
 NUMBERS = st.one_of(
@@ -89,3 +89,22 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
     ]:
         assert not differ(a, b)
         assert not differ(b, a)
+
+
+def test_numbers_are_as_near_as_they_were_written() -> None:
+    small, percent = sympy.Float("6.63e-34"), sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    for gold, found, near in [
+        (small, sympy.Float("6.626e-34"), True),
+        (small, sympy.Float("6.64e-34"), False),
+        (sympy.Rational(1, 3), sympy.Float("0.333333"), True),
+        (sympy.Rational(1, 65536), sympy.Float("0.000015"), False),
+        (sympy.sqrt(2), sympy.Float("1.41421356"), True),
+        (sympy.Float("17.5") * percent, sympy.Float("0.175"), True),
+        (1 / sympy.factorial(2004), 1 / sympy.factorial(2003), False),
+        (1 / sympy.factorial(20040), 1 / sympy.factorial(20041), False),
+        (1 / sympy.factorial(20040), 1 / sympy.factorial(20040), True),
+        (sympy.I / 2**99, sympy.I / 2**98, False),
+        (X * sympy.Float("1e-34"), X * sympy.Float("6e-34"), False),
+        (X + Y, X + Y, True),
+    ]:
+        assert as_near_as_written(gold, found) is near

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.verifiers.pool import Job, Pool
+from worker_processes import running, servers_alive, workers_alive
 
 TOWER = "9^{9^{9^9}}"
 HOSTILE = [
@@ -31,21 +31,6 @@ HOSTILE = [
     "\\",
     "}{",
 ]
-
-
-def servers_alive(pid: int | None = None) -> list[psutil.Process]:
-    """The verifiers' servers of a process; other tests' children do not count."""
-    return [
-        child
-        for child in psutil.Process(pid).children()
-        if "exgrpo_cli.verifiers.server" in " ".join(child.cmdline())
-    ]
-
-
-def workers_alive(pid: int | None = None) -> list[psutil.Process]:
-    """The verifier workers of this process: of each keeper the first child."""
-    keepers = [keeper for server in servers_alive(pid) for keeper in server.children()]
-    return [worker for keeper in keepers for worker in keeper.children()[:1]]
 
 
 def test_hostile_answers_get_a_status_and_others_their_verdicts() -> None:
@@ -79,16 +64,6 @@ def peak_memory(pid: int) -> float:
     status = Path(f"/proc/{pid}/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
-@pytest.fixture
-def user_file(tmp_path: Path) -> Callable[[str], str]:
-    def write(body: str) -> str:
-        path = tmp_path / "mine.py"
-        path.write_text(textwrap.dedent(body), encoding="utf-8")
-        return f"{path}:judge"
-
-    return write
 
 
 def test_a_users_function(user_file: Callable[[str], str], tmp_path: Path) -> None:
@@ -447,13 +422,6 @@ def test_nor_does_it_outlive_a_parent_that_is_killed(
     while time.monotonic() < deadline and any(running(pid) for pid in everyone):
         time.sleep(0.05)
     assert not [pid for pid in everyone if running(pid)]
-
-
-def running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_no_worker_after_a_normal_end() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo_cli.verifiers.reward import overlong, well_formed
+from exgrpo_cli.verifiers.reward import has_required, overlong, well_formed
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,17 @@ def test_formats(response: str, think: bool, think_answer: bool) -> None:
         think,
         think_answer,
     )
+
+
+def test_what_is_required() -> None:
+    # as published: a closed thought is enough, even where the format is not kept
+    for response in ("a</think> b", "</think>", "<think>a</think>b</think>c", "Hm. a</think>"):
+        assert has_required(response, "think")
+    assert not has_required(r"So the answer is \boxed{12}.", "think")
+    assert not has_required("<think>a", "think")
+    assert has_required("a</think><answer>b</answer>", "think_answer")
+    assert not has_required("a</think>b", "think_answer")
+    assert has_required("", "none")
 
 
 def test_the_length_penalty_is_dapos() -> None:

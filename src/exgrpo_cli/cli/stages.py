@@ -234,17 +234,14 @@ def curate(
     from exgrpo_cli.stages.curate import curate as stage
 
     if rollouts is not None and verdicts is not None:
-        from exgrpo_cli.rundir import RunDir
         from exgrpo_cli.runs.prepare import adopt
+        from exgrpo_cli.step import Step
 
         step = step or 0
         adopt(
-            RunDir(run),
-            step,
-            rollouts=rollouts,
-            verdicts=verdicts,
-            scores=scores,
-            problems=problems,
+            Step.of(
+                run, step, rollouts=rollouts, verdicts=verdicts, scores=scores, problems=problems
+            )
         )
     elif (rollouts, verdicts, scores, problems) != (None, None, None, None):
         raise InputError("loose files: give --rollouts and --verdicts together")

@@ -5,47 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.experience.database import connect, fill, run_sql
-from exgrpo_cli.recipe import CurateSettings
-
-if TYPE_CHECKING:
-    import duckdb
-
-
-def bucket_log_weights(
-    sizes: Mapping[int, int], samples: int, curate: CurateSettings
-) -> dict[int, float]:
-    """The log-weight of each bucket that holds questions, as the query gives it.
-
-    Args:
-        sizes: questions by count of successes k.
-        samples: K.
-        curate: ``weights``, ``sigma`` and ``sigma_unit``.
-    """
-    with connect() as con:
-        held = [(f"{count}/{i}", count) for count, size in sizes.items() for i in range(size)]
-        fill(con, "pool_questions", held)
-        return {row[0]: row[2] for row in weigh_buckets(con, samples, curate)}
-
-
-def weigh_buckets(
-    con: duckdb.DuckDBPyConnection, samples: int, curate: CurateSettings
-) -> list[tuple[Any, ...]]:
-    return run_sql(
-        con,
-        "bucket_weights",
-        weights=curate.weights,
-        sigma=curate.sigma,
-        sigma_unit=curate.sigma_unit,
-        samples=samples,
-    )
 
 
 def bucket_probabilities(log_weights: Mapping[int, float]) -> dict[int, float]:
     """The chance that a single draw goes to each bucket.
+
+    Args:
+        log_weights: of the buckets that hold questions, by count of successes k, up to a constant
+            (``sql/bucket_weights.sql``).
 
     Raises:
         InputError: there is no bucket, or every weight is 0.

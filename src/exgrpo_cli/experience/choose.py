@@ -8,26 +8,70 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exgrpo_cli import tables
-from exgrpo_cli.errors import InputError
-from exgrpo_cli.experience.database import (
-    SPILL,
-    connect,
-    copy_query,
-    fill,
-    glob_safe,
-    reading,
-    run_sql,
-    sql_text,
-)
-from exgrpo_cli.experience.log import StepFiles
+from exgrpo_cli.errors import InputError, first_line
+from exgrpo_cli.experience.database import connect, fill, reading, run_sql, spill_of, sql_text
+from exgrpo_cli.experience.history import read_scored
 from exgrpo_cli.experience.plan import require_plan
-from exgrpo_cli.experience.pool import read_plan, read_scored
-from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.tables.duck import literal, write_query
 
 if TYPE_CHECKING:
     import duckdb
     import polars as pl
+
+
+def choose(experience: Experience, step: int, replay_scores: Sequence[Path]) -> None:
+    """What the replay questions of ``planned`` replay, into ``chosen``.
+
+    Args:
+        experience: as it stands before the step.
+        step: t.
+        replay_scores: of the candidates under the step's policy; none where they were not scored.
+    """
+    read_scored(experience.con, replay_scores, step)
+    experience.sql("choose", step=step)
+
+
+def write_curated(experience: Experience, step: int) -> None:
+    """Write ``curated/step``: the chosen trajectories whole, or an empty table.
+
+    Raises:
+        InputError: the rollouts or scores that hold them are gone, damaged or made anew.
+    """
+    con, run = experience.con, experience.run
+    chosen = con.execute(
+        "SELECT rollout_id, part, collected_step, collected_policy FROM chosen ORDER BY rollout_id"
+    ).fetchall()
+    if not chosen:
+        tables.write_table("curated", tables.frame("curated", []), run.curated(step))
+        return
+    _fetch(con, run.root, [(rollout, part) for rollout, part, _, _ in chosen])
+    fill(con, "collected")
+    scored = {rollout: (part, at) for rollout, part, at, policy in chosen if policy is not None}
+    # A step's scores are usually cut like its rollouts: look there first, then everywhere.
+    same_name = {run.scores(at) / Path(part).name for part, at in scored.values()}
+    everywhere = {
+        path
+        for at in {at for _, at in scored.values()}
+        for path in run.scores(at).glob("part-*.parquet")
+    }
+    for paths in (sorted(p for p in same_name if p.exists()), sorted(everywhere - same_name)):
+        found = {row[0] for row in con.execute("SELECT rollout_id FROM collected").fetchall()}
+        if paths and scored.keys() - found:
+            with reading(*(("scores", path, ["rollout_id", "logprobs"]) for path in paths)):
+                run_sql(con, "collected_logprobs", scores=literal(paths))
+    unequal = con.execute(
+        "SELECT min(rollout_id) FROM trajectories JOIN collected USING (rollout_id)"
+        " WHERE len(token_ids) <> len(collected.logprobs)"
+    ).fetchall()[0][0]
+    if unequal is not None:
+        raise InputError(
+            f"{run.root / 'scores'}: the scores of {unequal} are not as long as its response;"
+            " the rollouts were made anew: score that step again"
+        )
+    query = sql_text("curated").rstrip().rstrip(";").replace("$step", str(int(step)))
+    write_query(con, query, run.curated(step))
 
 
 def replay_candidates(run: RunDir, step: int) -> pl.DataFrame:
@@ -42,30 +86,30 @@ def replay_candidates(run: RunDir, step: int) -> pl.DataFrame:
     """
     import polars as pl
 
-    schema = {"rollout_id": pl.String(), "problem_id": pl.String(), "part": pl.String()}
+    columns = ["rollout_id", "problem_id", "part"]
+    schema = dict.fromkeys(columns, pl.String())
     plan = require_plan(run, step)
-    planned = tables.read_table("plan", plan, ["role"])
-    if not (planned["role"] == "replay").any():
+    if "replay" not in tables.read_table("plan", plan, ["role"])["role"]:
         return pl.DataFrame(schema=schema)
     if not run.experience.exists():
         raise InputError(
             f"{run.experience}: no such file, but the plan of step {step} replays;"
             f" run: exgrpo curate {run.root} --step {step - 1} --rebuild"
         )
-    tables.check_columns("experience", run.experience, ["rollout_id", "problem_id", "part"])
-    held = ("experience", run.experience, ["rollout_id", "problem_id", "part"])
+    tables.check_columns("experience", run.experience, columns)
+    held = ("experience", run.experience, columns)
     with (
-        connect(run.root / SPILL) as con,
+        connect(spill_of(run.root)) as con,
         reading(held, ("plan", plan, ["problem_id", "role"])),
     ):
         rows = run_sql(
             con,
             "replay_candidates",
-            experience=glob_safe([run.experience]),
-            plan=glob_safe([plan]),
+            experience=literal([run.experience]),
+            plan=literal([plan]),
             step=step,
         )
-    return pl.DataFrame(rows, schema=schema, orient="row")
+    return pl.DataFrame(rows, schema=schema)
 
 
 def fetch_trajectories(run_root: Path, wanted: pl.DataFrame) -> pl.DataFrame:
@@ -87,11 +131,10 @@ def fetch_trajectories(run_root: Path, wanted: pl.DataFrame) -> pl.DataFrame:
     lists = {name: schema[name] for name in ("rollout_id", "prompt_ids", "token_ids")}
     if not wanted.height:
         return wanted.join(pl.DataFrame(schema=lists), on="rollout_id", how="left")
-    with connect(run_root / SPILL) as con, tempfile.TemporaryDirectory() as folder:
-        pairs = list(zip(wanted["rollout_id"], wanted["part"], strict=True))
-        _fetch(con, run_root, pairs)
+    with connect(spill_of(run_root)) as con, tempfile.TemporaryDirectory() as folder:
+        _fetch(con, run_root, list(zip(wanted["rollout_id"], wanted["part"], strict=True)))
         out = Path(folder) / "trajectories.parquet"
-        copy_query(con, "SELECT rollout_id, prompt_ids, token_ids FROM trajectories", out)
+        write_query(con, "SELECT rollout_id, prompt_ids, token_ids FROM trajectories", out)
         found = pl.read_parquet(out).cast(lists)  # type: ignore[arg-type]
     return wanted.join(found, on="rollout_id", how="left", maintain_order="left")
 
@@ -109,11 +152,11 @@ def _fetch(con: duckdb.DuckDBPyConnection, root: Path, wanted: Sequence[tuple[st
             )
     fill(con, "wanted", sorted({(rollout,) for rollout, _ in wanted}))
     try:
-        run_sql(con, "trajectories", parts=glob_safe(list(parts.values())))
+        run_sql(con, "trajectories", parts=literal(parts.values()))
     except duckdb.Error as error:
         for path in parts.values():
             tables.check_columns("rollouts", path, ["rollout_id", "prompt_ids", "token_ids"])
-        raise InputError(f"{root}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{root}: {first_line(error)}") from error
     held = {row[0] for row in con.execute("SELECT rollout_id FROM trajectories").fetchall()}
     for rollout, part in wanted:
         if rollout not in held:
@@ -121,69 +164,3 @@ def _fetch(con: duckdb.DuckDBPyConnection, root: Path, wanted: Sequence[tuple[st
                 f"{parts[part]}: no rollout {rollout}, though the experience says so; derive it"
                 f" anew: exgrpo curate {root} --rebuild"
             )
-
-
-def choose(
-    con: duckdb.DuckDBPyConnection, run: RunDir, step: int, step_files: StepFiles, recipe: Recipe
-) -> None:
-    """What the step replays into ``chosen``, from the pool as it stands before the step."""
-    read_plan(con, step_files.plan)
-    choose_planned(con, step, step_files.replay_scores, recipe)
-
-
-def choose_planned(
-    con: duckdb.DuckDBPyConnection, step: int, replay_scores: Sequence[Path], recipe: Recipe
-) -> None:
-    """What the replay questions of ``planned`` replay, into ``chosen``."""
-    read_scored(con, replay_scores, step)
-    run_sql(
-        con,
-        "choose",
-        selection=recipe.curate.selection,
-        seed=recipe.seed,
-        step=step,
-        count_replayed=recipe.curate.count_replayed,
-    )
-
-
-def write_curated(con: duckdb.DuckDBPyConnection, run: RunDir, step: int) -> None:
-    """Write ``curated/step``: the chosen trajectories whole, or an empty table."""
-    chosen = con.execute(
-        "SELECT rollout_id, part, collected_step, collected_policy FROM chosen ORDER BY rollout_id"
-    ).fetchall()
-    if not chosen:
-        tables.write_table("curated", tables.frame("curated", []), run.curated(step))
-        return
-    _fetch(con, run.root, [(rollout, part) for rollout, part, _, _ in chosen])
-    fill(con, "collected")
-    scored = {row[0] for row in chosen if row[3] is not None}
-    # A step's scores are usually cut like its rollouts: look there first, then everywhere.
-    log = RunDir(run.root)
-    same_name = {log.scores(row[2]) / Path(row[1]).name for row in chosen if row[3] is not None}
-    everywhere = {
-        path
-        for collected in {row[2] for row in chosen if row[3] is not None}
-        for path in log.scores(collected).glob("part-*.parquet")
-    }
-    for paths in (sorted(p for p in same_name if p.exists()), sorted(everywhere - same_name)):
-        found = {row[0] for row in con.execute("SELECT rollout_id FROM collected").fetchall()}
-        if paths and scored - found:
-            with reading(*(("scores", path, ["rollout_id", "logprobs"]) for path in paths)):
-                run_sql(con, "collected_logprobs", scores=glob_safe(paths))
-    unequal = con.execute(
-        "SELECT min(rollout_id) FROM trajectories JOIN collected USING (rollout_id)"
-        " WHERE len(token_ids) <> len(collected.logprobs)"
-    ).fetchall()[0][0]
-    if unequal is not None:
-        raise InputError(
-            f"{run.root / 'scores'}: the scores of {unequal} are not as long as its response;"
-            " the rollouts were made anew: score that step again"
-        )
-    query = sql_text("curated").rstrip().rstrip(";").replace("$step", str(int(step)))
-    copy_query(con, query, run.curated(step))
-
-
-def chosen_before(curated: Path, replay_scores: Sequence[Path]) -> bool:
-    """Whether scores of the candidates came only after the choice was made."""
-    chosen_at = curated.stat().st_mtime_ns
-    return any(path.stat().st_mtime_ns > chosen_at for path in replay_scores)

@@ -1,4 +1,4 @@
-"""DuckDB as curation uses it: working tables, query files, reading and writing."""
+"""DuckDB as curation uses it: working tables, query files, and files that cannot be read."""
 
 from __future__ import annotations
 
@@ -9,62 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
+from exgrpo_cli.tables.duck import literal, named_rows, open_database
 
 if TYPE_CHECKING:
     import duckdb
 
-
 MEMORY_LIMIT = "1GB"
 """DuckDB's; beyond it, it spills to a hidden folder in the run directory."""
-
-
-SPILL = ".curate-spill"
-
-
-def sql_text(name: str) -> str:
-    """The text of a query: ``choose`` is ``experience/sql/choose.sql``."""
-    return files("exgrpo_cli.experience").joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
-
-
-def run_sql(con: duckdb.DuckDBPyConnection, name: str, **parameters: Any) -> list[tuple[Any, ...]]:
-    """Run the statements of a query file in order; each is given the parameters that it names.
-
-    Returns:
-        The rows of the last statement.
-    """
-    rows: list[tuple[Any, ...]] = []
-    for statement in con.extract_statements(sql_text(name)):
-        wanted = {key: parameters[key] for key in statement.named_parameters}
-        rows = con.execute(statement, wanted).fetchall()
-    return rows
-
-
-@contextmanager
-def connect(spill: Path | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """An in-memory database with the working tables, all empty."""
-    import duckdb
-
-    settings: dict[str, str | bool | int | float | list[str]] = {"memory_limit": MEMORY_LIMIT}
-    if spill is not None:
-        settings["temp_directory"] = str(spill.absolute())
-    con = duckdb.connect(":memory:", config=settings)
-    try:
-        made = ["SET enable_progress_bar = false"]
-        made += [
-            f"CREATE TABLE {name} ("
-            + ", ".join(
-                f"{column} {kind}" for column, (kind, _, _) in tables.SCHEMAS[table].items()
-            )
-            + ")"
-            for name, table in (("pool", "experience"), ("questions", "questions"))
-        ]
-        made += [f"CREATE TEMP TABLE {name} ({columns})" for name, columns in _WORKING.items()]
-        con.execute("; ".join(made)).fetchall()
-        yield con
-    finally:
-        con.close()
-
 
 _WORKING = {
     "planned": "problem_id VARCHAR, role VARCHAR",
@@ -78,6 +30,45 @@ _WORKING = {
 }
 
 
+@contextmanager
+def connect(spill: Path | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database in memory with ``experience``, ``questions`` and the working tables, all empty.
+
+    Args:
+        spill: folder for what does not fit into memory; that of a run is :func:`spill_of`.
+    """
+    made = [f"CREATE TEMP TABLE {name} ({columns})" for name, columns in _WORKING.items()]
+    for name in ("experience", "questions"):
+        columns = (f"{column} {kind}" for column, (kind, _, _) in tables.SCHEMAS[name].items())
+        made.append(f"CREATE TABLE {name} ({', '.join(columns)})")
+    with open_database(spill, memory_limit=MEMORY_LIMIT) as con:
+        con.execute("; ".join(made)).fetchall()
+        yield con
+
+
+def spill_of(root: Path) -> Path:
+    """Where curation in a run directory spills."""
+    return root / ".curate-spill"
+
+
+def sql_text(name: str) -> str:
+    """The text of a query: ``choose`` is ``experience/sql/choose.sql``."""
+    return files("exgrpo_cli.experience").joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
+
+
+def run_sql(con: duckdb.DuckDBPyConnection, name: str, **parameters: Any) -> list[dict[str, Any]]:
+    """Run the statements of a query file in order; each is given the parameters that it names.
+
+    Returns:
+        The rows of the last statement.
+    """
+    rows: list[dict[str, Any]] = []
+    for statement in con.extract_statements(sql_text(name)):
+        wanted = {key: parameters[key] for key in statement.named_parameters}
+        rows = named_rows(con.execute(statement, wanted))
+    return rows
+
+
 def fill(
     con: duckdb.DuckDBPyConnection, name: str, rows: Sequence[Sequence[Any]] | None = None
 ) -> None:
@@ -89,9 +80,32 @@ def fill(
         con.execute(f"INSERT INTO {name} SELECT {unnests}", columns).fetchall()
 
 
-def glob_safe(paths: Sequence[Path]) -> list[str]:
-    """Absolute paths for ``read_parquet``, which would take brackets and stars for patterns."""
-    return [tables.literal_path(path.absolute()) for path in paths]
+def fill_from(
+    con: duckdb.DuckDBPyConnection, name: str, table: str, path: Path, columns: Sequence[str]
+) -> None:
+    """Empty a working table and put the different rows of a file's columns into it.
+
+    Raises:
+        InputError: the file cannot be read as that table.
+    """
+    fill(con, name)
+    with reading((table, path, columns)):
+        con.execute(
+            f"INSERT INTO {name} SELECT DISTINCT {', '.join(columns)} FROM read_parquet($files)",
+            {"files": literal([path])},
+        ).fetchall()
+
+
+def fill_problem_ids(con: duckdb.DuckDBPyConnection, problems: Path) -> None:
+    """The ids of the problem set into the working table ``problems``.
+
+    Raises:
+        InputError: no such file, or not a problems table.
+    """
+    if not problems.exists():
+        raise InputError(f"{problems}: no such file; import the problems of the run first")
+    tables.check_columns("problems", problems, ["problem_id"])
+    fill_from(con, "problems", "problems", problems, ["problem_id"])
 
 
 @contextmanager
@@ -112,28 +126,4 @@ def reading(*read: tuple[str, Path, Sequence[str]]) -> Iterator[None]:
         for table, path, columns in read:
             tables.read_table(table, path, columns)  # the clearer message
         files = " or ".join(str(path) for _, path, _ in read[:3])
-        raise InputError(f"{files}: cannot be read: {str(error).splitlines()[0]}") from error
-
-
-def fill_problem_ids(con: duckdb.DuckDBPyConnection, problems: Path) -> None:
-    """The ids of the problem set into the working table ``problems``."""
-    if not problems.exists():
-        raise InputError(f"{problems}: no such file; import the problems of the run first")
-    tables.check_columns("problems", problems, ["problem_id"])
-    con.execute("DELETE FROM problems").fetchall()
-    with reading(("problems", problems, ["problem_id"])):
-        con.execute(
-            "INSERT INTO problems SELECT DISTINCT problem_id FROM read_parquet($files)",
-            {"files": glob_safe([problems])},
-        ).fetchall()
-
-
-# Ids and hashes are all different: trying a dictionary of them took most of the time of writing.
-_PARQUET = "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000"
-
-
-def copy_query(con: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
-    """Write a query's rows to a Parquet file, atomically."""
-    with tables.atomic_path(path) as temporary:
-        quoted = str(temporary.absolute()).replace("'", "''")
-        con.execute(f"COPY ({query}) TO '{quoted}' ({_PARQUET})").fetchall()
+        raise InputError(f"{files}: cannot be read: {first_line(error)}") from error

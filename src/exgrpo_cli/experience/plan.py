@@ -9,87 +9,94 @@ from typing import TYPE_CHECKING
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.experience.buckets import draw_counts, weigh_buckets
-from exgrpo_cli.experience.database import (
-    connect,
-    fill,
-    fill_problem_ids,
-    glob_safe,
-    reading,
-    run_sql,
-)
-from exgrpo_cli.progress import Log
+from exgrpo_cli.experience.buckets import draw_counts
+from exgrpo_cli.experience.database import connect, fill, fill_problem_ids
+from exgrpo_cli.experience.history import read_plan
+from exgrpo_cli.experience.pool import Experience
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
 
 if TYPE_CHECKING:
-    import duckdb
     import polars as pl
 
 
-def draw_plan(
-    con: duckdb.DuckDBPyConnection, recipe: Recipe, step: int, replaying: bool
-) -> tuple[pl.DataFrame, int]:
-    """The plan of ``step`` from ``pool``, ``questions`` and ``problems``, and its epoch."""
-    curate, samples = recipe.curate, recipe.rollout.samples
-    fill(con, "replayed")
-    replay: list[str] = []
-    if replaying:
-        run_sql(
-            con,
-            "pool_questions",
-            step=step,
-            count_replayed=curate.count_replayed,
-            weights=curate.weights,
-            samples=samples,
-            revive_after=curate.revive_after,
-        )
-        buckets = weigh_buckets(con, samples, curate)
-        sizes = {row[0]: row[1] for row in buckets}
-        # The margin is for shares that are not exact in binary, such as 0.29 * 100.
-        wanted = math.floor(curate.replay_ratio * curate.questions + 1e-9)
-        draw = min(sum(sizes.values()), wanted)
-        if draw:
-            rng = random.Random(tables.row_seed(recipe.seed, "buckets", step))
-            counts = draw_counts(sizes, {row[0]: row[2] for row in buckets}, draw, rng)
-            fill(con, "draws", sorted(counts.items()))
-            replay = [r[0] for r in run_sql(con, "plan_replay", seed=recipe.seed, step=step)]
-            fill(con, "replayed", [(problem,) for problem in replay])
-    fresh = run_sql(
-        con,
-        "plan_fresh",
-        seed=recipe.seed,
-        step=step,
-        limit=curate.questions - len(replay),
-        revive_after=curate.revive_after,
-    )
-    k, n = ("successes", "attempts")
-    if not curate.count_replayed:
-        k, n = ("fresh_successes", "fresh_attempts")
-    buckets_of = {
-        row[0]: row[1:]
-        for row in con.execute(
-            f"SELECT problem_id, {k}, {n} FROM questions WHERE problem_id IN (SELECT unnest($1))",
-            [[row[0] for row in fresh] + replay],
-        ).fetchall()
-    }
+def draw_plan(experience: Experience, step: int) -> tuple[pl.DataFrame, int]:
+    """The plan of a step from the experience before it, and its epoch.
+
+    Args:
+        experience: with the ids of the problem set in ``problems``.
+        step: the step that is planned.
+    """
+    con, recipe = experience.con, experience.recipe
+    samples = recipe.rollout.samples
+    replay = _draw_replay(experience, step) if experience.replays(step) else []
+    fill(con, "replayed", [(problem,) for problem in replay])
+    fresh = experience.sql("plan_fresh", step=step, limit=recipe.curate.questions - len(replay))
+    planned = [(row["problem_id"], "fresh", samples) for row in fresh]
+    planned += [(problem, "replay", samples - 1) for problem in replay]
+    prefix = "" if recipe.curate.count_replayed else "fresh_"
+    found = con.execute(
+        f"SELECT problem_id, {prefix}successes, {prefix}attempts FROM questions"
+        " WHERE problem_id IN (SELECT unnest($1))",
+        [[problem for problem, _, _ in planned]],
+    ).fetchall()
+    counts = {problem: (k, n) for problem, k, n in found}
     rows = [
         {
             "step": step,
             "problem_id": problem,
             "role": role,
             "samples": count,
-            "successes": buckets_of.get(problem, (None, None))[0],
-            "attempts": buckets_of.get(problem, (None, None))[1],
+            "successes": counts.get(problem, (None, None))[0],
+            "attempts": counts.get(problem, (None, None))[1],
         }
-        for role, count, problems in (
-            ("fresh", samples, [row[0] for row in fresh]),
-            ("replay", samples - 1, replay),
-        )
-        for problem in problems
+        for problem, role, count in planned
     ]
     epoch = con.execute("SELECT coalesce(max(epoch), 0) FROM questions").fetchall()[0][0]
-    return tables.frame("plan", rows), max([int(epoch), *(int(row[1]) for row in fresh)])
+    return tables.frame("plan", rows), max([int(epoch), *(int(row["epoch"]) for row in fresh)])
+
+
+def _draw_replay(experience: Experience, step: int) -> list[str]:
+    """The replay questions of a step, in the order of the plan."""
+    recipe = experience.recipe
+    experience.sql("pool_questions", step=step)
+    buckets = experience.sql("bucket_weights")
+    sizes = {row["count"]: row["questions"] for row in buckets}
+    # The margin is for shares that are not exact in binary, such as 0.29 * 100.
+    wanted = math.floor(recipe.curate.replay_ratio * recipe.curate.questions + 1e-9)
+    draw = min(sum(sizes.values()), wanted)
+    if not draw:
+        return []
+    rng = random.Random(tables.row_seed(recipe.seed, "buckets", step))
+    weights = {row["count"]: row["log_weight"] for row in buckets}
+    fill(experience.con, "draws", sorted(draw_counts(sizes, weights, draw, rng).items()))
+    return [row["problem_id"] for row in experience.sql("plan_replay", step=step)]
+
+
+def first_plan(problems: Path, recipe: Recipe, log: Log = quiet) -> pl.DataFrame:
+    """The plan of step 0: fresh questions only.
+
+    Args:
+        problems: the ``problems`` table.
+        recipe: ``curate.questions`` questions are drawn (all of them where there are fewer), with
+            ``rollout.samples`` samples each, by ``seed``.
+        log: for a one-line message where there are fewer.
+
+    Raises:
+        InputError: no such file, not a problems table, or no problem in it.
+    """
+    with connect() as con:
+        fill_problem_ids(con, problems)
+        plan, _ = draw_plan(Experience(con, RunDir(problems.parent), recipe), 0)
+    if not plan.height:
+        raise InputError(f"{problems}: no problem in this table; nothing can be sampled")
+    if plan.height < recipe.curate.questions:
+        log(
+            f"{problems} holds {plan.height} problems, fewer than curate.questions ="
+            f" {recipe.curate.questions}: each step takes all of them"
+        )
+    return plan
 
 
 def all_retired(run: RunDir, step: int) -> bool:
@@ -103,57 +110,31 @@ def all_retired(run: RunDir, step: int) -> bool:
     )
 
 
-def first_plan(problems: Path, recipe: Recipe, log: Log | None = None) -> pl.DataFrame:
-    """The plan of step 0: fresh questions only.
-
-    Args:
-        problems: the run's ``problems.parquet``.
-        recipe: ``curate.questions`` questions are drawn (all of them where there are fewer), with
-            ``rollout.samples`` samples each, by ``seed``.
-        log: for a one-line message where there are fewer.
-
-    Returns:
-        The ``plan`` table of step 0.
+def require_plan(run: RunDir, step: int) -> Path:
+    """The step's plan.
 
     Raises:
-        InputError: no such file, not a problems table, or no problem in it.
+        InputError: it has none.
     """
-    with connect() as con:
-        fill_problem_ids(con, problems)
-        plan, _ = draw_plan(con, recipe, 0, replaying=False)
-    if not plan.height:
-        raise InputError(f"{problems}: no problem in this table; nothing can be sampled")
-    if log and plan.height < recipe.curate.questions:
-        log(
-            f"{problems} holds {plan.height} problems, fewer than curate.questions ="
-            f" {recipe.curate.questions}: each step takes all of them"
-        )
-    return plan
-
-
-def require_plan(run: RunDir, step: int) -> Path:
     path = run.plan(step)
     if not path.exists():
-        mend = (
-            f"run: exgrpo rollout {run.root} --step 0"
-            if step == 0
-            else f"run: exgrpo curate {run.root} --step {step - 1}"
+        stage, before = ("rollout", 0) if step == 0 else ("curate", step - 1)
+        raise InputError(
+            f"{path}: no plan for step {step}; run: exgrpo {stage} {run.root} --step {before}"
         )
-        raise InputError(f"{path}: no plan for step {step}; {mend}")
     return path
 
 
-def check_plan(con: duckdb.DuckDBPyConnection, run: RunDir, plan: Path) -> None:
-    """Refuse a plan that was made for another problem set."""
-    with reading(("plan", plan, ["problem_id", "role"])):
-        unknown = con.execute(
-            "SELECT count(*), min(problem_id) FROM read_parquet($files)"
-            " WHERE problem_id NOT IN (SELECT problem_id FROM problems)",
-            {"files": glob_safe([plan])},
-        ).fetchall()[0]
-    if unknown[0]:
+def check_plan(experience: Experience, plan: Path) -> None:
+    """Refuse a plan that was made for another problem set than that in ``problems``."""
+    read_plan(experience.con, plan)
+    count, first = experience.con.execute(
+        "SELECT count(*), min(problem_id) FROM planned"
+        " WHERE problem_id NOT IN (SELECT problem_id FROM problems)"
+    ).fetchall()[0]
+    if count:
         raise InputError(
-            f"{plan}: {unknown[0]} planned questions are not in {run.problems} (the first is"
-            f" {unknown[1]}); the plan is for another problem set: restore the problems, or"
-            " remove the plan and what was sampled by it"
+            f"{plan}: {count} planned questions are not in {experience.run.problems} (the first is"
+            f" {first}); the plan is for another problem set: restore the problems, or remove the"
+            " plan and what was sampled by it"
         )

@@ -1,4 +1,4 @@
-"""Other recipes over the same log."""
+"""Other recipes over the same history."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.experience.choose import choose_planned
-from exgrpo_cli.experience.database import connect, fill, fill_problem_ids, sql_text
-from exgrpo_cli.experience.log import files_of_step
+from exgrpo_cli.experience.choose import choose
+from exgrpo_cli.experience.database import fill
+from exgrpo_cli.experience.history import StepFiles
 from exgrpo_cli.experience.plan import draw_plan
-from exgrpo_cli.experience.pool import State, take_in
-from exgrpo_cli.progress import Log
+from exgrpo_cli.experience.pool import Experience
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
-
-if TYPE_CHECKING:
-    import duckdb
+from exgrpo_cli.tables.duck import named_rows
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a recipe plans and replays in a step, given the log of the steps before it."""
+    """What a recipe plans and replays in a step, given the history of the steps before it."""
 
     step: int
     replaying: bool
@@ -41,8 +39,8 @@ class Choice:
     ``hard``, ``retired`` and ``age_mean`` (steps; None where the pool is empty)."""
 
 
-def choices(run: RunDir, recipe: Recipe, log: Log | None = None) -> Iterator[Choice]:
-    """What a recipe would have planned and replayed in each step of a run's log.
+def choices(run: RunDir, recipe: Recipe, log: Log = quiet) -> Iterator[Choice]:
+    """What a recipe would have planned and replayed in each step of a run's history.
 
     The experience is derived in memory from the recorded rollouts and verdicts, step by step; no
     file of the run is read or written beyond that. Before each step its plan is drawn and its
@@ -58,58 +56,43 @@ def choices(run: RunDir, recipe: Recipe, log: Log | None = None) -> Iterator[Cho
         One for each step that has rollouts, and one for the step after the last.
 
     Raises:
-        InputError: no problems, or a step of the log before the last that is not whole.
+        InputError: no problems, or a step of the history before the last that is not whole.
     """
-    run = RunDir(run.root)
     steps = run.steps("rollouts")
-    state = State()
-    with tempfile.TemporaryDirectory(prefix="exgrpo-") as spill, connect(Path(spill)) as con:
-        fill_problem_ids(con, run.problems)
+    with (
+        tempfile.TemporaryDirectory(prefix="exgrpo-") as spill,
+        Experience.open(run, recipe, Path(spill)) as experience,
+    ):
         for step in steps:
-            step_files, unfinished = None, ""
             try:
-                step_files = files_of_step(run, step)
+                files = StepFiles.of(run, step)
             except InputError as error:
                 if step < steps[-1]:
                     raise
-                unfinished = str(error)
-            scores = step_files.replay_scores if step_files else []
-            yield _choice(con, step, scores, recipe, state)
-            if step_files is None:
-                if log:
-                    log(f"step {step} is planned, but not taken in: {unfinished}")
+                yield _choice(experience, step, [])
+                log(f"step {step} is planned, but not taken in: {error}")
                 return
-            take_in(con, run, step, step_files, recipe, state)
+            yield _choice(experience, step, files.replay_scores)
+            experience.take_in(files)
         if steps:
-            yield _choice(con, steps[-1] + 1, [], recipe, state)
+            yield _choice(experience, steps[-1] + 1, [])
 
 
-def _choice(
-    con: duckdb.DuckDBPyConnection,
-    step: int,
-    replay_scores: Sequence[Path],
-    recipe: Recipe,
-    state: State,
-) -> Choice:
-    """The plan and the choice of a step, from ``pool`` and ``questions`` before it."""
-    replaying = state.replay_from is not None and state.replay_from <= step
-    plan, _ = draw_plan(con, recipe, step, replaying)
+def _choice(experience: Experience, step: int, replay_scores: Sequence[Path]) -> Choice:
+    """The plan and the choice of a step."""
+    con = experience.con
+    plan, _ = draw_plan(experience, step)
     rows = plan.select("problem_id", "role").rows()
     fill(con, "planned", rows)
-    choose_planned(con, step, replay_scores, recipe)
+    choose(experience, step, replay_scores)
     chosen = con.execute(
         "SELECT problem_id, rollout_id, collected_step, mean_entropy, stale, bucket FROM chosen"
     )
-    names = [column[0] for column in chosen.description or []]
-    picked = [dict(zip(names, row, strict=True)) for row in chosen.fetchall()]
-    (statement,) = con.extract_statements(sql_text("pool_state"))
-    result = con.execute(statement, {"step": step, "revive_after": recipe.curate.revive_after})
-    numbers = [column[0] for column in result.description or []]
     return Choice(
         step=step,
-        replaying=replaying,
+        replaying=experience.replays(step),
         fresh=[problem for problem, role in rows if role == "fresh"],
         replay=[problem for problem, role in rows if role == "replay"],
-        chosen=picked,
-        pool=dict(zip(numbers, result.fetchall()[0], strict=True)),
+        chosen=named_rows(chosen),
+        pool=experience.sql("pool_state", step=step)[0],
     )

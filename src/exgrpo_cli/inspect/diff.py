@@ -1,30 +1,26 @@
-"""What another recipe would have replayed: two recipes over the same log, in numbers."""
+"""What another recipe would have replayed: two recipes over the same history, in numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, differences
 from exgrpo_cli.rundir import RunDir
 
 if TYPE_CHECKING:
     from exgrpo_cli.experience.whatif import Choice
 
-
 BUCKETS = ("easy", "medium", "hard")
-
-
 SIDES = ("recorded", "other")
 
 
-def diff(
-    run: RunDir, recorded: Recipe, other: Recipe, log: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """How two recipes differ in what they plan and replay, step by step over one log.
+def diff(run: RunDir, recorded: Recipe, other: Recipe, log: Log = quiet) -> dict[str, Any]:
+    """How two recipes differ in what they plan and replay, step by step over one history.
 
     Both recipes' experience is derived in memory from the recorded rollouts, verdicts and scores;
     no file is written. The rollouts are the recorded ones: questions that only the other recipe
@@ -46,7 +42,7 @@ def diff(
         nothing to average). The last of ``steps`` is the one that was not sampled yet.
 
     Raises:
-        InputError: no rollouts or no problems, or a log that is not whole.
+        InputError: no rollouts or no problems, or a history that is not whole.
     """
     from exgrpo_cli.experience.whatif import choices
 
@@ -54,7 +50,7 @@ def diff(
         raise InputError(f"{run.root}: no rollouts yet; run: exgrpo rollout {run.root}")
     sides = {
         "recorded": list(choices(run, recorded, log)),
-        "other": list(choices(run, other)),  # the same log, so nothing new to say
+        "other": list(choices(run, other)),  # the same history, so nothing new to say
     }
     pairs = list(zip(sides["recorded"], sides["other"], strict=True))
     plans = [_as_recorded(run, a) for a, _ in pairs if run.plan(a.step).exists()]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.tables import finite_or_none
+from exgrpo_cli.tables.duck import open_database
 from exgrpo_cli.terminal import harmless
 
 if TYPE_CHECKING:
@@ -64,9 +65,8 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         raise InputError(f"{run}: holds no table of a run")
     views = files("exgrpo_cli.experience").joinpath("sql", "views.sql").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="exgrpo-") as spill, contextlib.chdir(run):
-        con = duckdb.connect(":memory:", config={"temp_directory": spill, **_ALONE})
+        con = open_database(Path(spill), **_ALONE)
         try:
-            con.execute("SET enable_progress_bar = false").fetchall()
             con.execute(views).fetchall()
             con.execute(f"SET allowed_directories = [{', '.join(map(_quoted, _roots()))}]")
             con.execute("SET enable_external_access = false")
@@ -78,7 +78,7 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
             con.close()
 
 
-_ALONE: dict[str, str | bool | int | float | list[str]] = {
+_ALONE: dict[str, str | bool | int] = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "allow_community_extensions": False,

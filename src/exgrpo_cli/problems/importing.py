@@ -26,6 +26,7 @@ Log = Callable[[str], None]
 
 _PEEKED = 20  # rows that detection looks at
 _NAMED = 3  # rows left out that are named
+_LISTED = 20  # files that the report names; MATH has 7,500
 _NUMBER = re.compile(r"-?[0-9]{1,30}(?:\.[0-9]{1,30})?")
 # Golds that need no check, by verifier: whole sets (AIME, DAPO, GSM8K, MMLU) are such.
 _SURE = {
@@ -43,13 +44,13 @@ class Imported:
     frame: pl.DataFrame
     """The ``problems`` table."""
     report: dict[str, Any]
-    """What happened, JSON-able: ``files``, ``format``, ``ids`` (where problem_id comes from),
-    ``rows`` read, ``problems`` kept, ``bad`` and ``without_gold`` (how many rows were left out
-    because they cannot be read, or have no gold answer) with ``left_out`` (the first three of each:
-    ``file``, ``row``, ``why``), ``duplicates`` dropped, ``conflicts`` (duplicates whose gold answer
-    differs from the kept one's), ``sources`` (problems by source), and ``gold_faults``: the gold
-    answers that their verifier cannot judge against, each with ``file``, ``row``, ``problem_id``,
-    ``answer``, ``verifier`` and ``why``."""
+    """What happened, JSON-able: ``files`` (the first 20) and ``file_count``, ``format``, ``ids``
+    (where problem_id comes from), ``rows`` read, ``problems`` kept, ``bad`` and ``without_gold``
+    (how many rows were left out because they cannot be read, or have no gold answer) with
+    ``left_out`` (the first three of each: ``file``, ``row``, ``why``), ``duplicates`` dropped,
+    ``conflicts`` (duplicates whose gold answer differs from the kept one's), ``sources`` (problems
+    by source), and ``gold_faults``: the gold answers that their verifier cannot judge against, each
+    with ``file``, ``row``, ``problem_id``, ``answer``, ``verifier`` and ``why``."""
 
 
 @dataclass
@@ -176,7 +177,8 @@ def import_problems(
     return Imported(
         data,
         {
-            "files": [str(file) for file in files],
+            "files": [str(file) for file in files[:_LISTED]],
+            "file_count": len(files),
             "format": how.fmt,
             "ids": origin,
             "rows": read.rows,

@@ -114,9 +114,10 @@ def convert(file: str, number: int, raw: Row, how: Reading) -> Problem:
         metadata = clean(value if isinstance(value, str) else dump(value)) if value else None
         golds = golds_of(golds[0], metadata)
     else:
-        used = content.used | LEFT_OUT | {how.column("verifier"), how.column("source")}
-        rest = {k: v for k, v in raw.items() if v is not None and not {k, known(k)} & used}
-        rest |= content.extra | ({"golds": golds} if len(golds) > 1 else {})
+        used = content.used | LEFT_OUT | {how.column("verifier")}
+        used |= set() if content.source else {how.column("source")}
+        others = {k: v for k, v in raw.items() if v is not None and not {k, known(k)} & used}
+        rest = content.extra | others | ({"golds": golds} if len(golds) > 1 else {})
         metadata = dump(rest) if rest else None
     return Problem(
         file=file,
@@ -172,8 +173,7 @@ def _read_verl(row: Row, how: Reading, verifier: str) -> _Content:
 def _read_chat(row: Row, how: Reading, verifier: str) -> _Content:
     column = "messages" if how.fmt == "chat" else "conversations"
     prompt, said = split_chat(row.get(column), column)
-    golds, used = _golds(row, how, verifier, said)
-    return _Content(prompt, golds, {column, used})
+    return _Content(prompt, _golds(row, how, verifier, said), {column, "answer"})
 
 
 def _read_gpqa(row: Row, how: Reading, verifier: str) -> _Content:
@@ -189,15 +189,16 @@ def _read_columns(row: Row, how: Reading, verifier: str) -> _Content:
     options = options_in(row, how.told.get("options"))
     if options and how.fmt in WITH_OPTIONS:
         answer = gold_letters(row, options, how.told.get("answer"))
-        prompt = question_of(with_options(text_of(value, asked), options, answer), asked)
+        prompt = question_of(value, asked)
+        last = next(m for m in reversed(prompt) if m["role"] == "user")
+        last["content"] = with_options(last["content"], options, answer)
         return _Content(prompt, [answer], {asked, how.column("answer")}, letter=True)
     if options and how.detected:
         raise RowError(f"it has options, unlike the first rows; tell --format mmlu or {how.fmt}")
     if how.fmt == "olympiadbench" and isinstance(row.get("context"), str) and row["context"]:
         value = f"{row['context']}\n\n{text_of(value, asked)}"
     prompt = question_of(value, asked)
-    golds, used = _golds(row, how, verifier)
-    return _Content(prompt, golds, {asked, used})
+    return _Content(prompt, _golds(row, how, verifier), {asked, how.column("answer")})
 
 
 _READERS: dict[str, Callable[[Row, Reading, str], _Content]] = {
@@ -220,8 +221,8 @@ def _asked(row: Row, how: Reading) -> tuple[str, Any]:
     return column, row.get(column)
 
 
-def _golds(row: Row, how: Reading, verifier: str, said: str | None = None) -> tuple[list[str], str]:
-    """A row's gold answers, and the column that they came from.
+def _golds(row: Row, how: Reading, verifier: str, said: str | None = None) -> list[str]:
+    """A row's gold answers.
 
     Args:
         row: by known names.
@@ -232,29 +233,32 @@ def _golds(row: Row, how: Reading, verifier: str, said: str | None = None) -> tu
     fmt, told = how.fmt, how.told.get("answer")
     if fmt == "gsm8k":
         column = told or "answer"
-        text = text_of(at(row, column), column)
+        value = at(row, column)
+        if value is None or value == "":
+            raise NoGoldError(f"{column} is empty")
+        text = text_of(value, column)
         _, mark, gold = text.rpartition("####")
         if not mark:
             raise RowError(f"no #### in {column}, which gsm8k has before the gold answer")
-        return golds_in(_THOUSANDS.sub("", gold), f"{column} after ####", verifier), column
+        return golds_in(_THOUSANDS.sub("", gold), f"{column} after ####", verifier)
     if told is not None:
         value = at(row, told)
         if known(told) in WORKED and value:
-            return [worked_gold(text_of(value, told), told)], told
-        return golds_in(value, told, verifier), told
+            return [worked_gold(text_of(value, told), told)]
+        return golds_in(value, told, verifier)
     only = _ONLY_GOLD.get(fmt)
     for column in (only,) if only else GOLDS:
         if row.get(column) not in (None, ""):
-            return golds_in(row[column], column, verifier), column
+            return golds_in(row[column], column, verifier)
     for column in () if only else WORKED:
         value = row.get(column)
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if value is not None and value != "":
             text = text_of(value, column)
-            return [worked_gold(text, column, box_only=fmt == "math", line=fmt != "math")], column
+            return [worked_gold(text, column, box_only=fmt == "math", line=fmt != "math")]
     if said is not None:
-        return [worked_gold(said, "the last assistant message", line=False)], "answer"
+        return [worked_gold(said, "the last assistant message", line=False)]
     if fmt in ("chat", "sharegpt"):
         raise RowError("no answer: neither a column answer nor an assistant message at the end")
     raise NoGoldError("the question has no answer")

@@ -175,9 +175,8 @@ class CurateSettings(Section):
     weights: Literal["normal", "linear", "sqrt", "linear_clip", "uniform"] = Field(
         "normal", description="how a bucket's weight depends on its count of successes k"
     )
-    sigma: float = Field(1.0, gt=0, description="standard deviation of the normal weights")
-    sigma_unit: Literal["count", "share"] = Field(
-        "count", description="sigma in counts k (as published) or in shares k/K (almost flat)"
+    sigma: float = Field(
+        1.0, gt=0, description="standard deviation of the normal weights, in counts k"
     )
     selection: Literal[
         "lowest_entropy", "highest_entropy", "lowest_perplexity", "random", "newest"

@@ -11,7 +11,7 @@ from exgrpo_cli.progress import Log, quiet, stage_line
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.evaluations import evaluate_due
-from exgrpo_cli.runs.prepare import check_devices, prepare
+from exgrpo_cli.runs.prepare import check_engines, prepare
 from exgrpo_cli.runs.processes import score_in_processes, train_in_processes
 from exgrpo_cli.runs.session import Session
 from exgrpo_cli.runs.tracking import open_tracker
@@ -39,7 +39,7 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
         InputError: see the stages.
     """
     started = time.monotonic()
-    check_devices(recipe)
+    check_engines(place, recipe)
     # Before prepare writes the recipe: a tracker that does not start must not stay in it.
     track = open_tracker(recipe.loop.track, place, recipe.model_dump(mode="json"))
     recipe = prepare(place, recipe, log)

@@ -20,6 +20,7 @@ from exgrpo_cli.recipe import (
 )
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
+from exgrpo_cli.step import Step
 
 SAMPLED_BY = (
     "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
@@ -96,11 +97,18 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     return recipe
 
 
-def check_devices(recipe: Recipe) -> None:
-    """Refuse more processes than there are GPUs, before anything is sampled."""
+def check_engines(run: RunDir, recipe: Recipe) -> None:
+    """Refuse what cannot sample before the recipe says so: a server that is not there or serves
+    another policy, more processes than there are GPUs."""
+    from exgrpo_cli.engines import open_engine
     from exgrpo_cli.engines.parallel import engine_environments
     from exgrpo_cli.machine import process_environments
+    from exgrpo_cli.models import check_policy
 
+    if recipe.rollout.engine == "server":
+        check_policy(recipe.model.path)
+        latest = max(run.steps("policy"), default=0)
+        open_engine(recipe, run.policy_path(latest, recipe.model.path)).close()
     if engine_count(recipe) > 1:
         engine_environments(recipe)
     if recipe.score.enabled and recipe.score.processes > 1:
@@ -184,36 +192,27 @@ def _check_target(out: Path, source: Path) -> None:
         raise InputError(f"{out}: is the source itself; give another --out")
 
 
-def adopt(
-    run: RunDir,
-    step: int,
-    *,
-    rollouts: Path,
-    verdicts: Path,
-    scores: Path | None = None,
-    problems: Path | None = None,
-) -> None:
+def adopt(step: Step) -> None:
     """Take loose files into a run's log as a step, so that they can be curated.
 
     The log is what the experience is derived from, so the files are linked into it (or copied, on
     another file system). A step without a plan gets the one that its rollouts tell of.
 
     Args:
-        run: the run directory; made when it is not there.
-        step: t; the rollouts must be of this step.
-        rollouts: a folder of parts, or a file.
-        verdicts: likewise.
-        scores: likewise; None for none.
-        problems: the ``problems`` table, where the run has none yet.
+        step: of a run directory (made when it is not there), with ``rollouts`` and ``verdicts``
+            and perhaps ``scores`` given, and ``problems`` where the run has none yet.
 
     Raises:
         InputError: the run holds other files in that place, or the rollouts are of another step.
     """
     import polars as pl
 
+    run, number, rollouts, verdicts = step.run, step.number, step.rollouts, step.verdicts
+    if run is None:
+        raise InputError("give a run directory")
     counted = tables.read_table("rollouts", rollouts, ["step", "problem_id", "role"])
     for other in counted["step"].unique():
-        if other != step:
+        if other != number:
             raise InputError(f"{rollouts}: rollouts of step {other}; give --step {other}")
     ids = set(tables.read_table("rollouts", rollouts, ["rollout_id"])["rollout_id"])
     judged = set(tables.read_table("verdicts", verdicts, ["rollout_id"])["rollout_id"])
@@ -222,21 +221,18 @@ def adopt(
             f"{verdicts}: {len(ids - judged)} rollouts of {rollouts} have no verdict here (the"
             f" first is {min(ids - judged)})"
         )
-    if problems is None and not run.problems.exists():
+    if "problems" not in step.given and not run.problems.exists():
         raise InputError(f"{run.problems}: the run has no problems yet; give --problems")
-    for source, folder in (
-        (rollouts, run.rollouts(step)),
-        (verdicts, run.verdicts(step)),
-        (scores, run.scores(step)),
-    ):
-        if source is not None:
+    for kind in ("rollouts", "verdicts", "scores"):
+        if kind in step.given:
+            source, folder = step.given[kind], getattr(run, kind)(number)
             files = tables.parquet_files(source)
             single = len(files) == 1 and not source.is_dir()
             for file in files:
                 _link(file, folder / (tables.part_name(0, 1) if single else file.name))
-    if problems is not None:
-        _link(problems, run.problems)
-    if not run.plan(step).exists():
+    if "problems" in step.given:
+        _link(step.problems, run.problems)
+    if not run.plan(number).exists():
         plan = (
             counted.group_by("step", "problem_id", "role", maintain_order=True)
             .agg(samples=pl.len().cast(pl.Int32))
@@ -244,7 +240,7 @@ def adopt(
                 successes=pl.lit(None, dtype=pl.Int32), attempts=pl.lit(None, dtype=pl.Int32)
             )
         )
-        tables.write_table("plan", plan, run.plan(step))
+        tables.write_table("plan", plan, run.plan(number))
 
 
 def _link(source: Path, target: Path) -> None:

@@ -161,12 +161,11 @@ def _planned(step: Step, recipe: Recipe, log: Log) -> list[_Question]:
 def _refuse_other_division(out: Path, count: int) -> None:
     if not out.exists():
         return
-    for file in out.glob("part-*.parquet"):
-        if tables.part_number(file)[1] != count:
-            raise InputError(
-                f"{file}: this step was sampled in {tables.part_number(file)[1]} parts and the"
-                f" recipe now gives {count}; restore rollout.questions_per_part, or remove {out}"
-            )
+    for other in tables.divisions(out.glob("part-*.parquet")).keys() - {count}:
+        raise InputError(
+            f"{out}: this step was sampled in {other} parts and the recipe now gives {count};"
+            f" restore rollout.questions_per_part, or remove {out}"
+        )
 
 
 def _requests(

@@ -20,6 +20,7 @@ from exgrpo_cli.problems.values import golds_of
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, VerifySettings
 from exgrpo_cli.step import Result, Step
+from exgrpo_cli.tables.duck import literal, open_database
 from exgrpo_cli.verifiers import STATUSES, Verdict, allowed_verifier, check_verifier, is_function
 from exgrpo_cli.verifiers.extract import extract_answer
 from exgrpo_cli.verifiers.reward import has_required, overlong, well_formed
@@ -240,13 +241,9 @@ def _columns(recipe: Recipe) -> list[str]:
 def _reader() -> duckdb.DuckDBPyConnection:
     """DuckDB reads pages as they are asked for; other readers take whole row groups, which may be
     gigabytes of text."""
-    import duckdb
-
-    con = duckdb.connect()
-    con.execute("SET threads = 1")
-    con.execute("SET disable_parquet_prefetching = true")
-    con.execute("SET enable_external_file_cache = false")
-    return con
+    return open_database(
+        threads=1, disable_parquet_prefetching=True, enable_external_file_cache=False
+    )
 
 
 def _read_rows(
@@ -260,11 +257,11 @@ def _read_rows(
     import duckdb
 
     tables.check_columns("rollouts", file, columns)
-    # DuckDB takes brackets and stars in a name for patterns.
-    name = tables.literal_path(file.absolute())
     number = 0
     try:
-        con.execute(f"SELECT {', '.join(columns)} FROM read_parquet($file)", {"file": name})
+        con.execute(
+            f"SELECT {', '.join(columns)} FROM read_parquet($file)", {"file": literal([file])}
+        )
         while rows := con.fetchmany(_ROWS_READ):
             for row in rows:
                 number += 1

@@ -7,6 +7,7 @@ recipe alone. A shard ``I/N`` does the parts whose number is I modulo N, so any 
 tasks, in any order, produces the same files.
 """
 
+from exgrpo_cli.tables.duck import literal_path
 from exgrpo_cli.tables.files import (
     FULL,
     atomic_folder,
@@ -22,12 +23,13 @@ from exgrpo_cli.tables.parts import (
     WHOLE,
     Shard,
     chunked,
-    literal_path,
+    divisions,
     parquet_files,
     parse_shard,
     part_name,
     part_number,
     require_all_parts,
+    require_one_division,
 )
 from exgrpo_cli.tables.schemas import SCHEMAS, frame, polars_schema, row_seed, token_hash
 from exgrpo_cli.tables.table import check_columns, check_frame, read_table, write_table
@@ -42,6 +44,7 @@ __all__ = [
     "check_columns",
     "check_frame",
     "chunked",
+    "divisions",
     "finite_or_none",
     "frame",
     "fsync",
@@ -54,6 +57,7 @@ __all__ = [
     "read_table",
     "remove_folder",
     "require_all_parts",
+    "require_one_division",
     "row_seed",
     "token_hash",
     "umask",

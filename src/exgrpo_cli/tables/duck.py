@@ -1,30 +1,69 @@
-"""DuckDB over the tables of a run."""
+"""DuckDB over the tables of a run: opened, given file names, and written from here alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli.errors import InputError, first_line
-from exgrpo_cli.tables import literal_path
+from exgrpo_cli.tables.files import atomic_path
 
 if TYPE_CHECKING:
     import duckdb
 
 
+def open_database(
+    spill: Path | None = None, **settings: str | bool | int
+) -> duckdb.DuckDBPyConnection:
+    """An empty database in memory; ``with`` closes it.
+
+    Args:
+        spill: folder for what does not fit into memory.
+        **settings: DuckDB's own, such as ``threads=1`` or ``memory_limit="1GB"``.
+    """
+    import duckdb
+
+    config: dict[str, Any] = {} if spill is None else {"temp_directory": str(spill.absolute())}
+    con = duckdb.connect(":memory:", config=config)
+    for name, value in {"enable_progress_bar": False, **settings}.items():
+        con.execute(f"SET {name} = '{value}'").fetchall()  # some are known only once it is open
+    return con
+
+
+def literal_path(path: Path) -> str:
+    """A file name for DuckDB's ``read_parquet``, which takes brackets and stars for patterns."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path))
+
+
 def literal(files: Iterable[Path]) -> list[str]:
-    """File names for DuckDB's ``read_parquet``, sorted, which otherwise takes ``[`` for a glob."""
-    return sorted(literal_path(file) for file in files)
+    """Absolute file names for DuckDB's ``read_parquet``, sorted: see :func:`literal_path`."""
+    return sorted(literal_path(file.absolute()) for file in files)
+
+
+# Ids and hashes are all different: trying a dictionary of them took most of the time of writing.
+_PARQUET = "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000"
+
+
+def write_query(con: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
+    """Write a query's rows to a Parquet file, atomically."""
+    with atomic_path(path) as temporary:
+        quoted = str(temporary.absolute()).replace("'", "''")
+        con.execute(f"COPY ({query}) TO '{quoted}' ({_PARQUET})").fetchall()
+
+
+def named_rows(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    """What a statement returned, a dictionary a row."""
+    names = [column[0] for column in result.description or []]
+    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
 
 @cache
 def _database() -> duckdb.DuckDBPyConnection:
-    """One database in memory for all queries: opening one takes longer than most of them."""
-    import duckdb
-
-    return duckdb.connect()
+    """One database for all of :func:`query`: opening one takes longer than most of them."""
+    return open_database()
 
 
 def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
@@ -40,13 +79,9 @@ def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str
     """
     import duckdb
 
-    connection = _database().cursor()
-    try:
-        connection.execute(sql, dict(parameters))
-        names = [column[0] for column in connection.description or []]
-        return [dict(zip(names, row, strict=True)) for row in connection.fetchall()]
-    except duckdb.Error as error:
-        reason = first_line(error)
-        raise InputError(f"{where}: cannot be read as tables of a run: {reason}") from error
-    finally:
-        connection.close()
+    with _database().cursor() as cursor:
+        try:
+            return named_rows(cursor.execute(sql, dict(parameters)))
+        except duckdb.Error as error:
+            reason = first_line(error)
+            raise InputError(f"{where}: cannot be read as tables of a run: {reason}") from error

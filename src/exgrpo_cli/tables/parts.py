@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,6 @@ def parquet_files(path: Path) -> list[Path]:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     return [path]
-
-
-def literal_path(path: Path) -> str:
-    """A file name for DuckDB's ``read_parquet``, which takes brackets and stars for patterns."""
-    return re.sub(r"([\[*?])", r"[\1]", str(path))
 
 
 @dataclass(frozen=True)
@@ -88,6 +84,47 @@ def part_number(path: Path) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 1)
 
 
+def divisions(files: Iterable[Path]) -> dict[int, set[int]]:
+    """The divisions that parts of one kind belong to: N of ``-of-N`` to the numbers there.
+
+    More than one means that parts of two ways to cut a step lie together.
+    """
+    found: dict[int, set[int]] = {}
+    for index, count in map(part_number, files):
+        found.setdefault(count, set()).add(index)
+    return found
+
+
+def require_one_division(
+    folder: Path, files: Sequence[Path], mend: str, prefix: str = "part"
+) -> None:
+    """Refuse parts of one kind of which some are missing.
+
+    Args:
+        folder: where they lie.
+        files: the parts, at least one.
+        mend: the command that makes the missing ones.
+        prefix: ``part`` or ``replay``.
+
+    Raises:
+        InputError: parts missing, or parts of two different divisions.
+    """
+    found = divisions(files)
+    if len(found) > 1:
+        words = "parts" if prefix == "part" else f"{prefix} parts"
+        raise InputError(
+            f"{folder}: {words} of {min(found)} and of {max(found)} lie together;"
+            " remove the stale ones"
+        )
+    ((count, have),) = found.items()
+    missing = sorted(set(range(count)) - have)
+    if missing:
+        raise InputError(
+            f"{folder}: {len(missing)} of {count} parts are missing (the first is"
+            f" {part_name(missing[0], count, prefix)}); {mend}"
+        )
+
+
 def require_all_parts(folder: Path, what: str, mend: str) -> list[Path]:
     """The parts in a folder, refused when some are missing.
 
@@ -97,23 +134,12 @@ def require_all_parts(folder: Path, what: str, mend: str) -> list[Path]:
         mend: the command that makes the missing ones.
 
     Raises:
-        InputError: nothing there, parts missing, or parts of two different divisions.
+        InputError: nothing there, or as :func:`require_one_division`.
     """
     if not folder.exists():
         raise InputError(f"{folder}: no {what} yet; {mend}")
     files = parquet_files(folder)
-    counts = sorted({part_number(file)[1] for file in files})
-    if len(counts) > 1:
-        raise InputError(
-            f"{folder}: parts of {counts[0]} and of {counts[-1]} lie together;"
-            " remove the stale ones"
-        )
-    missing = sorted(set(range(counts[0])) - {part_number(file)[0] for file in files})
-    if missing:
-        raise InputError(
-            f"{folder}: {len(missing)} of {counts[0]} parts are missing (the first is"
-            f" {part_name(missing[0], counts[0])}); {mend}"
-        )
+    require_one_division(folder, files, mend)
     return files
 
 

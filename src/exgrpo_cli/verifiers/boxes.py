@@ -2,10 +2,10 @@ r"""``\boxed{...}`` in a text. Every function here takes time linear in the text
 
 from __future__ import annotations
 
+import itertools
 import re
 
 # Possessive quantifiers (`*+`) keep the patterns linear on a megabyte of blanks.
-_BOX = re.compile(r"\\(?:boxed|fbox)")
 # A box that opens, a command or an escaped character (`\{` is a printed brace, and `\left\{ ...
 # \right.` is no pair), a brace.
 _TOKEN = re.compile(r"\\{1,3}(?:boxed|fbox)\s*+\{|\\(?:[a-zA-Z]++|.)|[{}]", re.DOTALL)
@@ -60,16 +60,35 @@ def boxed(text: str) -> str | None:
     """
     if _CUT_COMMAND.search(text.rstrip()[-8:]):
         return ""
-    first = _BOX.search(text)
-    if first is None:
+    begin = _first_box(text)
+    if begin is None:
         return None
-    whole, cut = _scan(text, first.start())
+    # Mostly the last boxes say it all, and what comes before them need not be looked at.
+    near = _box_near_the_end(text)
+    whole, cut = _scan(text, near)
+    contents = _list_at_the_end(text, whole)
+    if near > begin and len(contents) == len(whole):
+        whole, cut = _scan(text, begin)
+        contents = _list_at_the_end(text, whole)
     if whole and whole[-1][0] > cut:
-        return ", ".join(_list_at_the_end(text, whole))
+        return ", ".join(content for content, _ in itertools.groupby(contents))
     if cut >= 0:
         return ""
-    bare = _BARE_BOX.findall(text, first.start())
+    bare = _BARE_BOX.findall(text, begin)
     return "".join(bare[-1]).rstrip(".,;:") or None if bare else None
+
+
+def _first_box(text: str) -> int | None:
+    return min((i for i in map(text.find, ("\\boxed", "\\fbox")) if i >= 0), default=None)
+
+
+def _box_near_the_end(text: str) -> int:
+    """Where one of the last boxes begins."""
+    begin = len(text)
+    for _ in range(4):
+        before = max(text.rfind("\\boxed", 0, begin), text.rfind("\\fbox", 0, begin))
+        begin = before if before >= 0 else begin
+    return begin
 
 
 def _scan(text: str, begin: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -91,10 +110,10 @@ def _scan(text: str, begin: int) -> tuple[list[tuple[int, int, int]], int]:
         elif token == "}":
             if not opened:
                 continue
-            box, content, filled = opened.pop()
-            if filled and opened:
+            box, content, is_filled = opened.pop()
+            if is_filled and opened:
                 opened[-1][2] = True
-            if filled and box >= 0:
+            if is_filled and box >= 0:
                 whole.append((box, content, match.start()))
         elif token[-1] == "{" and len(token) > 2:
             opened.append([match.start(), end, False])
@@ -103,16 +122,14 @@ def _scan(text: str, begin: int) -> tuple[list[tuple[int, int, int]], int]:
 
 
 def _list_at_the_end(text: str, boxes: list[tuple[int, int, int]]) -> list[str]:
-    """The contents of the last boxes as far back as they make a list, repetitions left out."""
+    """The contents of the last boxes as far back as they make a list."""
     contents: list[str] = []
     start = None
     for box, content, end in reversed(boxes):
         if start is not None and not _makes_a_list(text, end + 1, start):
             break
         start = box
-        found = strip_answer(text[content:end])
-        if not contents or contents[-1] != found:
-            contents.append(found)
+        contents.append(strip_answer(text[content:end]))
     return contents[::-1]
 
 
@@ -129,4 +146,4 @@ def opened(text: str) -> str | None:
     found = boxed(text)
     if found is not None:
         return found
-    return None if _BOX.search(text) else text
+    return text if _first_box(text) is None else None

@@ -13,7 +13,8 @@ __all__ = ["RULES", "after_thinking", "extract_answer", "gold_answer", "last_box
 _TAG = re.compile(r"<(/?)answer\s*+>", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]*+####(?!#)[ \t]*+(\S.*)$", re.MULTILINE)
 _ANSWER_HEADING = re.compile(r"\W*(?:the\s+)?(?:final\s+)?(?:answer|答案)\W*", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.。]\**+(?:\s|\Z)|\s+I hope it is correct")
+_SENTENCE_END = re.compile(r"[.。]\**+(?:\s|\Z)|(?<!\s)\s++I hope it is correct")
+_HEADINGS = 20  # lines of hashes that may be headings, from the last on
 _WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{3,}")
 
 
@@ -77,7 +78,7 @@ def _last_hashes(text: str, headings: bool) -> tuple[int, str] | None:
         return None
     if text.rstrip().endswith("\n####"):
         return len(text), ""
-    for line in reversed(list(_HASHES.finditer(text))):
+    for line in list(_HASHES.finditer(text))[: -_HEADINGS - 1 : -1]:
         said = line[1]
         stated = last_stated(said)
         if stated and stated[1]:

@@ -32,6 +32,7 @@ from exgrpo_cli.verifiers import Verdict, math_verify
 from exgrpo_cli.verifiers.extract import last_boxed, strip_answer
 from exgrpo_cli.verifiers.interval import as_near_as_written, differ
 from exgrpo_cli.verifiers.normalise import normalise
+from exgrpo_cli.verifiers.prediction import Prediction
 from exgrpo_cli.verifiers.shapes import compare
 from exgrpo_cli.verifiers.sure import equal_numbers, number
 
@@ -44,12 +45,12 @@ class _Parser(_Latex2Sympy):  # type: ignore[misc]
     """LaTeX to sympy; the parser first predicts without the full context (SLL).
 
     Where that finds no error, its tree is the one of the full prediction (ANTLR's documentation of
-    ``PredictionMode.SLL``); where it finds one, the full prediction decides. It is several times
-    faster, as full-context predictions are never cached.
+    ``PredictionMode.SLL``); where it finds one, the full prediction decides.
     """
 
     def create_parser(self, latex_str: str) -> Any:
         parser = super().create_parser(latex_str)
+        parser._interp = Prediction(parser)
         parser._interp.predictionMode = PredictionMode.SLL
         first = parser.math
 
@@ -57,7 +58,9 @@ class _Parser(_Latex2Sympy):  # type: ignore[misc]
             try:
                 return first()
             except Exception:  # what the error listener raises
-                return super(_Parser, self).create_parser(latex_str).math()
+                second = super(_Parser, self).create_parser(latex_str)
+                second._interp = Prediction(second)
+                return second.math()
 
         parser.math = math
         return parser
@@ -212,7 +215,7 @@ def _equal(gold: str, found: str) -> bool:
         known = compare(gold, found, _equal)
     if known is not None:
         return known
-    if "approx" in found and "approx" not in gold:
+    if _APPROXIMATELY.search(found) and not _APPROXIMATELY.search(gold):
         return _by_approximation(gold, found)
     one, other = read(gold), read(found)
     if not other:

@@ -1,4 +1,4 @@
-r"""Other spellings of the same answer, made one. Gold answers and answers alike, before math-verify.
+r"""Other spellings of the same answer, made one: of golds and answers alike, before math-verify.
 
 Each rule is a function of the text alone, takes time linear in it, and leaves what it does not
 know. ``docs/verifiers.md`` gives the reason of each; ``tests/verifiers/test_normalise.py`` has its
@@ -17,7 +17,10 @@ _PLAIN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?|[a-z]")
 
 # --- characters
 
-_GREEK = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "mu", "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"]
+_GREEK = [
+    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "mu",
+    "nu", "xi", "pi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega",
+]  # fmt: skip
 _CHARACTERS = {
     **dict.fromkeys("‐‑‒–—―−﹣－", "-"), "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "∙": r"\cdot ", "÷": "/", "∕": "/", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ",
@@ -129,7 +132,11 @@ _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md)?|emph|underline|mbox|hbox|mathrm)\s*+"
     r"\{((?:[^{}]|\{[^{}]*+\})*+)\}"
 )
-_WORD = re.compile(r"[A-Za-z]{2}")
+# math-verify takes a word that ends the text for a unit, also in a subscript.
+_SUBSCRIPT_WORD = re.compile(
+    r"_\s*+(?:\\(?:text|mathrm)\s*+\{\s*+([A-Za-z]+)\s*+\}"
+    r"|\{\s*+\\(?:(?:text|mathrm)\s*+\{\s*+([A-Za-z]+)\s*+\}|(max|min|sup|inf|odot|oplus))\s*+\})"
+)
 _LABEL = re.compile(
     r"(?:so\s++|thus,?\s++|hence,?\s++)?(?:the\s++|my\s++)?(?:(?:final|correct)\s++)?answer\b"
     r"(?:\s*+:|\s++is\b:?)\s*+(?=\S)",
@@ -171,7 +178,7 @@ def _unwrap_bold(text: str) -> str:
 
 def _text(match: re.Match[str]) -> str:
     inner = match[1].strip()
-    if re.search(r"[0-9\\]", inner) or not re.search("[A-Za-z]", inner):
+    if re.match(r"[-+(]?\s?(?:\\?\$)?[0-9.\\]", inner) or not re.search("[A-Za-z]", inner):
         return match[1]  # what is no word needs no wrapper: \text{5}, \text{5 cm}, \textbf{\pi}
     if re.fullmatch(r"\(?[A-Za-z]\)?", inner) or match[0].startswith(r"\mathrm"):
         return match[0]
@@ -183,6 +190,8 @@ def _wrappers(text: str) -> str:
         text = _unwrap_bold(text)
         if "text" in text or "box" in text or "mathrm" in text or "emph" in text or "und" in text:
             text = _TEXT.sub(_text, text)
+        if "_" in text:
+            text = _SUBSCRIPT_WORD.sub(lambda m: f"_{{{m[1] or m[2] or m[3]}}}", text)
     if "nswer" in text or "NSWER" in text:
         label = _LABEL.match(text) or re.match(
             r"\\text\{" + _LABEL.pattern.removesuffix(r"(?=\S)") + r"\}\s*+", text, re.IGNORECASE
@@ -204,7 +213,8 @@ _DEGREE = re.compile(
 _ANGULAR = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc|cis|angle)(?![a-z])")
 _NOT_A_UNIT = (
     r"and|or|if|for|when|where|with|is|are|not|no|in|base|mod|thousand|million|billion|trillion"
-    r"|dozen|percent|percentage|pct|less|more|than|least|most|wrong|per cent|hundred"
+    r"|halves|half|thirds?|quarters?|[a-z]{3,7}ths?|factorial|squared|cubed|minus|plus|over|times"
+    r"|divided|dozen|percent|percentage|pct|less|more|than|least|most|wrong|per cent|hundred"
 )
 _ENDS = r"(?=\s*+(?:$|[,;)\]&]|\\[\\}]|\.\s*+$))"
 _UNIT = r"\\(?:text|mathrm|mbox)\s*+\{(?:[^{}]*+)\}(?:\s*+\^\s*+(?:\{\s*+-?[0-9]\s*+\}|-?[0-9]))?"
@@ -240,7 +250,8 @@ _NOUNS = re.compile(
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(
-    r"(?<=[0-9])\s*+(?:\\text\s*+\{\s*+)?(hundred|thousand|million|billion|trillion)\b[A-Za-z ]*+\}?\s*+$",
+    r"(?<=[0-9])\s*+(?:\\text\s*+\{\s*+)?(hundred|thousand|million|billion|trillion)\b"
+    r"[A-Za-z ]*+\}?\s*+$",
     re.IGNORECASE,
 )
 
@@ -292,10 +303,11 @@ _MIXED = re.compile(
     r"(?<![A-Za-z0-9.,^_/}\\])([0-9]+)(?:\s++and)?\s++([0-9]{1,9})\s*+/\s*+([0-9]{1,9})(?![A-Za-z0-9./^_])"
 )
 _GROUPED = re.compile(
-    r"(?<![A-Za-z0-9.,^_/}\\])(?<!frac )(?<!sqrt )(?<!binom )([0-9]{1,3}(?: [0-9]{3})+)(?![A-Za-z0-9_])"
+    r"(?<![A-Za-z0-9.,^_/}\\])(?<!frac )(?<!sqrt )(?<!binom )"
+    r"([0-9]{1,3}(?: [0-9]{3})+)(?![A-Za-z0-9_])"
 )
 _COMMAS = re.compile(
-    r"((?:[^,=]*+(?:=|\\approx))*+\s*+[-+]?)([1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?)(\s*+\\?%)?"
+    r"((?:[^,=]*+(?:=|\\approx))*+\s*+[-+]?)([1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?)(\s*+[A-Za-z%\\][^,]*+)?"
 )
 _TIMES = re.compile(r"(?<![A-Za-z0-9_^{}.\\])([0-9]+)\s*+\((?=\s*+[-0-9])")
 _REPEATING = re.compile(

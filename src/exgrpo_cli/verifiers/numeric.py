@@ -31,8 +31,8 @@ def number(text: str) -> float | None:
     r"""An answer as a number; None when it is none or not finite.
 
     Understood are numbers as people write them (:mod:`exgrpo_cli.verifiers.normalise`), with their
-    units: ``1,234.5``, ``-3/4``, ``\frac12``, ``1\frac{1}{2}``, ``1.2e-5``, ``10^{-5}``, ``x = 12``,
-    ``12\text{ cm}``, ``$12``; and ``12%``, which is 0.12.
+    units: ``1,234.5``, ``-3/4``, ``\frac12``, ``1\frac{1}{2}``, ``1.2e-5``, ``10^{-5}``,
+    ``x = 12``, ``12\text{ cm}``, ``$12``; and ``12%``, which is 0.12.
     """
     value = exact(text)
     if value is None:

@@ -11,37 +11,52 @@ import re
 from exgrpo_cli.verifiers.boxes import opened, strip_answer
 
 _WINDOW = 10_000  # characters of an answer; nobody says more
-_TRIES = 100  # places that look like an answer's, from the last on
+_TRIES = 100  # labels looked at, from the last on
+_MENTIONS = 5_000  # words looked at that may be a label's, likewise
 
 # --- where an answer is stated ------------------------------------------------------------------
 
-_WORD = re.compile(
-    r"[Aa]ns(?:wers?)?\b|ANS(?:WERS?)?\b|[Rr]esult\b|[Ss]olution\b|[Vv]alue\b|[Oo]ption\b|[Cc]hoice\b"
-    r"|[答选選故应應]|최종|정답|답"
+_WORDS = (
+    "answer",
+    "ans:",
+    "ans.",
+    "final",
+    "option",
+    "choice",
+    *"答选選故应應",
+    *("最终", "最終", "最后", "最後"),
+    "최종",
+    "정답",
+    "답",
 )
-_NEEDS = {  # what makes the word one for the final answer
-    "r": re.compile(r"\bfinal\s{1,3}\Z", re.IGNORECASE),
-    "o": re.compile(r"\b(?:final|correct|right|best|my)\s{1,3}\Z", re.IGNORECASE),
-}
-_KINDS = {"r": "r", "s": "r", "v": "r", "o": "o", "c": "o"}
+_NOUN = re.compile(
+    r"answers?(?![^\W_])|ans\b|final\s{1,3}(?:result|value|solution)\b|(?:option|choice)\b",
+    re.IGNORECASE,
+)
+_CHOSEN = ("correct", "right", "best", "final", "my")  # options
 _IS = re.compile(
     r"(?:\s{1,3}(?:to|for|of)\s[^.:\n$]{1,100}?)?[\"'*_`})]{0,4}\s*+"
     r"(?:(?:is|are|equals|becomes|(?:must|should|would|will|can\s+only)\s+be)\b|=)",
     re.IGNORECASE,
 )
 _COLON = re.compile(r"[ \t]*+[\"'*_`})\]】]{0,6}[ \t]*+(?:[:：→⇒]|[-=]>)")
-_ALONE = re.compile(r"[^\w\n$\\(\[<]{0,20}(?:\n|\Z)")  # a heading: the answer is on a later line
+_ALONE = re.compile(
+    r"(?:[^\w\n$\\(\[<]|_){0,20}(?:\n|\Z)"
+)  # a heading: the answer is on a later line
 _THEN_MATH = re.compile(r"[ \t]{0,3}(?=\$|\\[(\[]|\*\*\S)")
+_CJK_ALONE = re.compile(r"答案(?:[^\w\n$\\(\[<]|_){0,20}\n")
+_AT_THE_START = (_COLON, _ALONE, _THEN_MATH, _CJK_ALONE)  # of a line or a statement
 _START = re.compile(  # of a line or a statement, up to the word
-    r"(?:^|\n|[^\w\s,\-'’/<][ \t]{0,3})[^\w\n<]{0,40}(?:\d{1,2}[.)]\s{0,3})?"
+    r"(?:^|\n|[^\w\s,\-'’/<][ \t]{0,3})(?:[^\w\n<]|_){0,40}(?:\d{1,2}[.)]\s{0,3})?"
     r"(?:(?:so|thus|hence|therefore|then|finally|overall|in\s+conclusion),?\s{1,3})?"
-    r"(?:(?:the|my|our|your)\s{1,3})?(?:(?:final|correct|short|numerical)\s{1,3})?\Z",
+    r"(?:(?:the|my|our|your)\s{1,3})?(?:(?:final|correct|short|numerical)\s{1,3})?"
+    r"(?:最[终終后後]的?|正[确確]的?)?\Z",
     re.IGNORECASE,
 )
 _CJK = re.compile(
     r"答案?[*_\s】\]」』》]{0,4}(?:(?:应该?|應該?|就|即|便|只能)?(?:是(?!否)|为|為|选|選|等于|等於)|[:：]|(?<=】))"
     r"|(?:故|应|應)?(?:应|應)?(?:选|選)(?:择|擇)?(?:项|項)?[:：\s]*(?=[(（*$]{0,3}[A-JＡ-Ｊ](?![A-Za-z]))"
-    r"|答え[*_\s」』】]{0,4}(?:は|[:：])"
+    r"|最[终終后後]的?[结結]果(?:是|为|為|[:：])|答え[*_\s」』】]{0,4}(?:は|[:：])"
     r"|(?:최종\s?)?(?:정답|답)[*_\s]{0,4}(?:은|는|[:：])"
 )
 
@@ -50,9 +65,10 @@ _CJK = re.compile(
 _SKIP = re.compile(  # between the label and the answer
     r"(?:[\s*_:：=>}\"“`】」』~]|\\(?:[,;:! ]|q?quad\b)|(?:-{3,}|#{1,6})[ \t]*+(?=\n|[*\w])"
     r"|(?:therefore|thus|hence|then|simply|just|exactly|indeed|clearly|approximately|about|roughly"
-    r"|now|equal\s+to|given\s+by|found\s+to\s+be|as\s+follows|that|option|choice)\b[,:]?(?=\s))*+",
+    r"|now|actually|in\s+fact|indeed|instead|still|again|equal\s+to|given\s+by|found\s+to\s+be|as\s+follows|that|option|choice)\b[,:]?(?=\s))*+",
     re.IGNORECASE,
 )
+_BLANKS = re.compile(r"[^\S\n]{2,}+")
 _SPANS = (
     re.compile(r"\$\$(.+?)\$\$", re.DOTALL),
     re.compile(r"\\\[(.+?)\\\]", re.DOTALL),
@@ -69,14 +85,14 @@ _NO_UNIT = re.compile(
 )
 _MORE = re.compile(r"\s*(?:[-+*/^<>=≤≥]|\\[a-z])")
 _END = re.compile(
-    r"\.(?=\s|[*_\"”'`)}\]$]*(?:\s|\Z))|[。；！？]|\?(?=\s)|;\s+(?=[a-z]{2})"
+    r"(?<!\.)\.(?=\s|[*_\"”'`)}\]$]*(?:\s|\Z))|[。；！？]|\?(?=\s)|;\s+(?=[a-z]{2})"
     r"|\s+I hope (?:it|this|that) is correct|\n"
 )
 _CLAUSE = re.compile(
     r",?\s+(?:because|since|which|as)\s|,\s+(?:so|not|where|who|thus|hence|therefore|and\s+(?:so"
     r"|thus|hence|therefore))\s|[,，]\s*(?=[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3])"
     r"|\s+\([A-Za-z]{2,}[^()$]*\)\s*\Z|\s+[—–]\s"
-    r"|\s*(?:です|である|だ|となる|(?:に|と)なります|입니다|이다)\s*\Z",
+    r"|\s*是?正[确確]的?\s*\Z|\s*(?:です|である|だ|となる|(?:に|と)なります|입니다|이다)\s*\Z",
 )
 _BOLD_END = re.compile(r"\*\*+(?=[\s.,;:!?)\]}$。，]|\Z)")
 _FORMULA = re.compile(r"[-+\d.$\\(\[{]|[a-zA-Z]\b")
@@ -106,33 +122,53 @@ def last_stated(text: str) -> tuple[int, str] | None:
         Where its label begins, and the answer: empty when the text ends before it is said; None
         when none is stated.
     """
-    tried = 0
-    for word in reversed([(match.start(), match.end()) for match in _WORD.finditer(text)]):
-        end = _label_end(text, *word)
-        if end is None:
+    tries = _TRIES
+    for start in _mentions(text)[: -_MENTIONS - 1 : -1]:
+        label = _label(text, start)
+        if label is None:
             continue
-        found = _value(text, end)
+        begins = _START.search(text[max(0, start - 80) : start]) is not None
+        found = _value(text, label.end()) if begins or label.re not in _AT_THE_START else None
         if found is not None:
-            return word[0], found
-        tried += 1
-        if tried == _TRIES:
+            return start, found
+        tries -= 1
+        if not tries:
             break
     return None
 
 
-def _label_end(text: str, start: int, end: int) -> int | None:
-    """Where the label ends whose noun is this word; None where it is no label."""
-    first = text[start].lower()
-    if not first.isascii():
-        match = _CJK.match(text, start)
-        return match.end() if match else None
-    before = text[max(0, start - 80) : start]
-    if first in _KINDS and not _NEEDS[_KINDS[first]].search(before):
+def _mentions(text: str) -> list[int]:
+    """Where the words are that a label may have, in order."""
+    lower = text.lower()
+    if len(lower) != len(text):  # as of "İ"; then the places are others
+        lower = text
+    places = []
+    for word in _WORDS:
+        place = lower.find(word)
+        while place >= 0:
+            places.append(place)
+            place = lower.find(word, place + len(word))
+    return sorted(places)
+
+
+def _label(text: str, start: int) -> re.Match[str] | None:
+    """What follows the label's noun, up to the answer, where this is a label."""
+    if not text[start].isascii():
+        return _CJK.match(text, start) or _CJK_ALONE.match(text, start)
+    if text[start - 1 : start].isalnum():
         return None
-    match = _IS.match(text, end)
-    if match is None and _START.search(before):
-        match = _COLON.match(text, end) or _ALONE.match(text, end) or _THEN_MATH.match(text, end)
-    return match.end() if match else None
+    noun = _NOUN.match(text, start)
+    if noun is None:
+        return None
+    if noun[0].lower() in ("option", "choice"):
+        before = text[max(0, start - 12) : start].rstrip().lower()
+        if not before.endswith(_CHOSEN):
+            return None
+    for pattern in (_IS, _COLON, _ALONE, _THEN_MATH):
+        match = pattern.match(text, noun.end())
+        if match:
+            return match
+    return None
 
 
 def _value(text: str, begin: int) -> str | None:
@@ -141,12 +177,12 @@ def _value(text: str, begin: int) -> str | None:
     begin = skipped.end() if skipped else begin
     if begin == len(text):
         return ""
-    window = text[begin : begin + _WINDOW]
+    window = _BLANKS.sub(" ", text[begin : begin + _WINDOW])
     found = _formulas(window)
     if found is None:
         if re.match(r"\$\$|\$\\|\\[(\[]", window):  # never closed
             return ""
-        found = _words(window, begin + len(window) == len(text))
+        found = _words(window, begin + _WINDOW >= len(text))
     return opened(found) if found else found
 
 
@@ -236,7 +272,7 @@ def _balanced(text: str) -> str:
         return text[: text.rindex("$")]
     if text.endswith("$$") and text.count("$") == 2:
         return text[:-2]
-    if text.endswith(")") and not re.search(r"[(\[]", text):
+    if text.endswith((")", "）")) and not re.search(r"[(\[（]", text):
         return text[:-1]
     return text
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.machine import open_standard_descriptors
 from exgrpo_cli.verifiers import Verdict, check_verifier, is_function
 from exgrpo_cli.verifiers.processes import START_LIMIT, Queue, Server, Task, Worker
 from exgrpo_cli.verifiers.sure import equal_numbers
@@ -74,6 +75,7 @@ class Pool:
         self._memory_mb = memory_mb
         self._server: Server | None = None
         self._workers: list[Worker] = []
+        open_standard_descriptors()
         self._selector = selectors.DefaultSelector()
         self._verdicts: dict[bytes, Verdict] = {}
         self._lost: Counter[str] = Counter()  # workers that died before they were ready, in a row

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,6 +69,12 @@ def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
     return found
 
 
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class _Worker:
     """The keeper's side of a worker."""
 
@@ -97,7 +103,7 @@ class _Worker:
         try:
             self.channel.sendall(b"%b %b\n" % (token, line))
         except TimeoutError:  # it does not listen
-            os.kill(self.pid, signal.SIGKILL)
+            _kill([self.pid])
         except (BrokenPipeError, ConnectionResetError):  # its status comes later
             pass
 
@@ -174,9 +180,7 @@ class _Worker:
     def _end(self, living: Callable[[], list[int]]) -> bool:
         deadline = time.monotonic() + _END_SECONDS
         while pids := living():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(pids)
             self.reap()
             if time.monotonic() > deadline:
                 return False
@@ -279,8 +283,7 @@ def _serve(control: socket.socket, memory_mb: int) -> None:
         there, _, _ = select.select([control], [], [], 5 * _TICK)
         _reap(keepers)
         if not there:
-            for pid in descendants(os.getpid(), keepers):  # of a keeper that was killed
-                os.kill(pid, signal.SIGKILL)
+            _kill(descendants(os.getpid(), keepers))  # of a keeper that was killed
             continue
         data, arrived, _, _ = socket.recv_fds(control, 1 << 16, 64)
         if not data:
@@ -305,8 +308,7 @@ def _serve(control: socket.socket, memory_mb: int) -> None:
     while keepers and time.monotonic() < deadline:
         _reap(keepers)
         time.sleep(0.002)
-    for pid in descendants(os.getpid()):
-        os.kill(pid, signal.SIGKILL)
+    _kill(descendants(os.getpid()))
 
 
 def _reap(keepers: set[int]) -> None:

@@ -314,7 +314,9 @@ def _by_relation(gold: str, found: str, same: Same) -> bool | None:
     if one is not None and _is_set(found):
         return one[1] == found or same(one[1], found)
     if other is not None:
-        return other[1] == gold or same(gold, other[1]) if _is_set(gold) else False
+        if _is_set(gold):
+            return other[1] == gold or same(gold, other[1])
+        return None if _MEMBER.fullmatch(found) else False
     sides, kinds = _chain(found)
     if kinds and not sides[0]:  # "> 204"
         others, gold_kinds = _chain(gold)

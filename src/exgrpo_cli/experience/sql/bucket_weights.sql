@@ -2,7 +2,7 @@
 --
 -- in   pool_questions              (problem_id, count)
 --      $weights                    normal, linear, sqrt, linear_clip or uniform
---      $sigma, $sigma_unit         of the normal density: in counts k, or in shares k / K
+--      $sigma                      of the normal density, in counts k
 --      $samples                    K
 -- out  count, questions, log_weight (up to a constant; -infinity for weight 0), by count
 SELECT
@@ -10,10 +10,7 @@ SELECT
     questions,
     CASE
         WHEN $weights = 'uniform' THEN 0.0
-        WHEN $weights = 'normal' AND $sigma_unit = 'count'
-            THEN -0.5 * pow((count - $samples / 2.0) / $sigma, 2)
-        WHEN $weights = 'normal'
-            THEN -0.5 * pow((share - 0.5) / $sigma, 2)
+        WHEN $weights = 'normal' THEN -0.5 * pow((count - $samples / 2.0) / $sigma, 2)
         WHEN share <= 0 THEN CAST('-infinity' AS DOUBLE)
         WHEN $weights = 'linear' THEN ln(share)
         WHEN $weights = 'sqrt' THEN 0.5 * ln(share)

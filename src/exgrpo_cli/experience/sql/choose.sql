@@ -1,6 +1,6 @@
 -- For each question that the plan replays: the stored success to replay.
 --
--- in   pool, questions   as they stood before the step
+-- in   experience        as it stood before the step, and questions too
 --      planned           (problem_id, role): the step's plan
 --      scored            (rollout_id, policy, mean_entropy, mean_logprob): candidates under the
 --                        current policy; empty where no scores were made
@@ -24,7 +24,7 @@ WITH candidates AS (
         CASE WHEN s.rollout_id IS NULL THEN e.entropy_source ELSE 'score' END AS entropy_source,
         coalesce(s.policy, e.entropy_policy) AS entropy_policy,
         s.rollout_id IS NULL AS stale
-    FROM pool AS e
+    FROM experience AS e
     SEMI JOIN (SELECT problem_id FROM planned WHERE role = 'replay') AS p
         ON p.problem_id = e.problem_id
     LEFT JOIN scored AS s ON s.rollout_id = e.rollout_id

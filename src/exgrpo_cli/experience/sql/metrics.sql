@@ -1,6 +1,6 @@
 -- A step in numbers.
 --
--- in   step_rows, step_groups, chosen; pool and questions as they stand after the step
+-- in   step_rows, step_groups, chosen; experience and questions as they stand after the step
 --      $step             t
 --      $revive_after     retired questions come back after so many steps; null: never
 -- out  one row, its columns named as in metrics.jsonl; null where there is nothing to average
@@ -26,7 +26,7 @@ stored AS (
     SELECT
         count(*) AS trajectories,
         avg($step - step) AS age
-    FROM pool
+    FROM experience
 ),
 held AS (
     SELECT
@@ -35,7 +35,7 @@ held AS (
         count(*) FILTER (WHERE bucket = 'medium') AS medium,
         count(*) FILTER (WHERE bucket = 'hard') AS hard
     FROM questions
-    SEMI JOIN pool USING (problem_id)
+    SEMI JOIN experience USING (problem_id)
 ),
 gone AS (
     SELECT count(*) AS retired

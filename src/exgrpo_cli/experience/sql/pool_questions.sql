@@ -1,6 +1,6 @@
 -- The questions that can be replayed, each with the bucket it is drawn from.
 --
--- in   pool, questions, problems (problem_id)
+-- in   experience, questions, problems (problem_id)
 --      $step             the step that is being planned
 --      $count_replayed   which pair of counts makes the bucket
 --      $weights          uniform puts all questions into one bucket
@@ -24,5 +24,5 @@ FROM (
     WHERE bucket IS NOT NULL
         AND (retired_step IS NULL OR $step >= retired_step + $revive_after)
 )
-SEMI JOIN pool USING (problem_id)
+SEMI JOIN experience USING (problem_id)
 SEMI JOIN problems USING (problem_id);

@@ -4,7 +4,7 @@
 --      $step             t
 --      $count_replayed   which pair of counts makes the bucket
 -- out  questions         the step's questions renewed
---      pool              the trajectories of questions retired now are gone; new successes are in
+--      experience        the trajectories of questions retired now are gone; new successes are in
 
 -- The questions of this step, as they stand after it.
 CREATE OR REPLACE TEMP TABLE touched AS
@@ -87,13 +87,13 @@ DELETE FROM questions WHERE problem_id IN (SELECT problem_id FROM touched);
 INSERT INTO questions BY NAME SELECT * FROM touched;
 
 -- Mastered: the trajectories leave at once.
-DELETE FROM pool WHERE problem_id IN (SELECT problem_id FROM step_groups WHERE solved);
+DELETE FROM experience WHERE problem_id IN (SELECT problem_id FROM step_groups WHERE solved);
 
 -- The same token ids of a question enter once, and the first ones stay.
-INSERT INTO pool BY NAME
+INSERT INTO experience BY NAME
 WITH known AS (
     SELECT problem_id, token_hash
-    FROM pool
+    FROM experience
     WHERE problem_id IN (SELECT problem_id FROM step_groups)
 )
 SELECT

@@ -1,0 +1,119 @@
+"""What the tables of a run were derived from, and whether a step is curated already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from exgrpo_cli import tables
+from exgrpo_cli.experience.history import StepFiles
+from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import RunDir, step_name
+
+# Tables of another version are derived anew: 2 has rewards.
+_VERSION = 2
+
+
+def on_policy(recipe: Recipe) -> bool:
+    """Whether the recipe never replays: plain GRPO, which stores nothing and retires nothing."""
+    return recipe.curate.replay_ratio == 0
+
+
+def table_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings from which ``experience`` and ``questions`` follow, given the history."""
+    names = {
+        "lower", "upper", "count_replayed", "start_success", "store_before_start", "revive_after",
+        "max_age", "max_per_question", "max_trajectories",
+    }  # fmt: skip
+    chosen = recipe.curate.model_dump(mode="json", include=names)
+    return chosen | {"on_policy": True if on_policy(recipe) else None}
+
+
+def all_settings(recipe: Recipe) -> dict[str, Any]:
+    """All settings that a step's curation depends on."""
+    chosen = recipe.curate.model_dump(mode="json") | table_settings(recipe)
+    return chosen | {"samples": recipe.rollout.samples, "seed": recipe.seed}
+
+
+@dataclass(frozen=True)
+class Curation:
+    """``curation.json``: how far the tables on disk go, and what they were derived from."""
+
+    last_step: int
+    """The last step taken in."""
+    replay_from: int | None
+    """The first step with replay, where it has come to that."""
+    settings: Mapping[str, Any]
+    """See :func:`all_settings`."""
+    digests: Mapping[str, str]
+    """Of the history's steps, as they were taken in (in the file: ``log``)."""
+
+    @classmethod
+    def read(cls, run: RunDir) -> Curation | None:
+        """None where that is not known or a table is missing."""
+        if not (run.experience.exists() and run.questions.exists()):
+            return None
+        try:
+            found = json.loads(run.curation.read_text(encoding="utf-8"))
+            if found["version"] != _VERSION:
+                return None
+            return cls(found["last_step"], found["replay_from"], found["settings"], found["log"])
+        except (ValueError, OSError, LookupError, TypeError):
+            return None
+
+    def write(self, run: RunDir) -> None:
+        """Written last of all, and gone while the tables change (:meth:`remove`)."""
+        values = {
+            "version": _VERSION,
+            "last_step": self.last_step,
+            "replay_from": self.replay_from,
+            "settings": self.settings,
+            "log": _before(self.digests, self.last_step),
+        }
+        tables.write_json(run.curation, values)
+
+    @staticmethod
+    def remove(run: RunDir) -> None:
+        """So that tables that do not belong together are never taken for good ones."""
+        if run.curation.exists():
+            run.curation.unlink()
+            tables.fsync(run.root)
+
+    def fits(self, settings: Mapping[str, Any], digests: Mapping[str, str], upto: int) -> bool:
+        """Whether the tables were derived under these settings from this history up to a step.
+
+        A setting that was not known then was null.
+        """
+        same = all(self.settings.get(key) == value for key, value in settings.items())
+        return same and _before(self.digests, upto) == _before(digests, upto)
+
+    def covers(self, files: StepFiles, recipe: Recipe, digests: Mapping[str, str]) -> bool:
+        """Whether the step is curated, under these settings and from this history."""
+        run, step = files.run, files.step
+        curated = run.curated(step)
+        if not (
+            self.last_step >= step
+            and self.fits(all_settings(recipe), digests, step)
+            and curated.exists()
+            and run.plan(step + 1).exists()
+            and recorded_metrics(run, step) is not None
+        ):
+            return False
+        # Scores of the candidates that came only after the choice was made may change it.
+        chosen_at = curated.stat().st_mtime_ns
+        return all(path.stat().st_mtime_ns <= chosen_at for path in files.replay_scores)
+
+
+def _before(digests: Mapping[str, str], upto: int) -> dict[str, str]:
+    return {step: digest for step, digest in digests.items() if int(step) <= upto}
+
+
+def recorded_metrics(run: RunDir, step: int) -> dict[str, Any] | None:
+    """The metrics of a step's curation; None where it has left none."""
+    path = run.root / "metrics" / step_name(step) / "curate.json"
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,192 @@
+"""The history of a run, which is the truth: the files of its steps, read, and whether they changed.
+
+Token lists are never read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exgrpo_cli import tables
+from exgrpo_cli.errors import InputError, first_line
+from exgrpo_cli.experience.database import fill, fill_from, reading, run_sql
+from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.tables.duck import literal
+
+if TYPE_CHECKING:
+    import duckdb
+
+_COLUMNS = {
+    "rollouts": (
+        "rollout_id", "step", "problem_id", "sample", "role", "policy", "mean_entropy",
+        "entropy_source", "mean_logprob", "tokens", "token_hash", "finish_reason",
+    ),
+    "verdicts": ("rollout_id", "reward", "correct", "status"),
+    "scores": ("rollout_id", "policy", "mean_entropy", "mean_logprob"),
+    "plan": ("problem_id", "role"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepFiles:
+    """The files of one step of a run's history, whole."""
+
+    run: RunDir
+    step: int
+    rollouts: list[Path]
+    verdicts: list[Path]
+    scores: list[Path]
+    """Of the step's own rollouts."""
+    replay_scores: list[Path]
+    """Of the stored trajectories that the step could replay."""
+    plan: Path | None
+
+    @classmethod
+    def of(cls, run: RunDir, step: int) -> StepFiles:
+        """A step's files.
+
+        Raises:
+            InputError: no rollouts or verdicts, or missing parts, with the command that makes them.
+        """
+        where = f"{run.root} --step {step}"
+        plan = run.plan(step)
+        return cls(
+            run,
+            step,
+            tables.require_all_parts(
+                run.rollouts(step), f"rollouts of step {step}", f"run: exgrpo rollout {where}"
+            ),
+            tables.require_all_parts(
+                run.verdicts(step), f"verdicts of step {step}", f"run: exgrpo verify {where}"
+            ),
+            _score_parts(run, step, "part"),
+            _score_parts(run, step, "replay"),
+            plan if plan.exists() else None,
+        )
+
+    def check(self, check: Callable[..., object] = tables.check_columns) -> None:
+        """Check the files: ``tables.check_columns`` their footers, ``tables.read_table`` all."""
+        scores = [*self.scores, *self.replay_scores]
+        plans = [self.plan] if self.plan else []
+        for table, paths in (
+            ("rollouts", self.rollouts),
+            ("verdicts", self.verdicts),
+            ("scores", scores),
+            ("plan", plans),
+        ):
+            for path in paths:
+                check(table, path, _COLUMNS[table])
+
+
+def _score_parts(run: RunDir, step: int, prefix: str) -> list[Path]:
+    """A step's score parts of one prefix: all of them, or none."""
+    folder = run.scores(step)
+    found = sorted(folder.glob(f"{prefix}-*.parquet"))
+    if found:
+        mend = f"run: exgrpo score {run.root} --step {step}"
+        tables.require_one_division(folder, found, mend, prefix)
+    return found
+
+
+def read_plan(con: duckdb.DuckDBPyConnection, plan: Path | None) -> None:
+    """A step's plan into the working table ``planned``; empty where none is kept."""
+    if plan is None:
+        fill(con, "planned")
+    else:
+        fill_from(con, "planned", "plan", plan, _COLUMNS["plan"])
+
+
+def read_scored(con: duckdb.DuckDBPyConnection, scores: Sequence[Path], step: int) -> None:
+    """Mean entropies from a step's scores into the working table ``scored``."""
+    fill(con, "scored")
+    if scores:
+        with reading(*(("scores", path, _COLUMNS["scores"]) for path in scores)):
+            run_sql(con, "scored", scores=literal(scores), policy=step_name(step))
+
+
+def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
+    """A step into ``planned``, ``scored`` and ``step_rows``, checked.
+
+    Raises:
+        InputError: unreadable files, rows of another step, doubled rows, rows without verdicts.
+    """
+    import duckdb
+
+    run, step = files.run, files.step
+    try:
+        read_plan(con, files.plan)
+        read_scored(con, files.scores, step)
+        run_sql(
+            con,
+            "step_rows",
+            rollouts=literal(files.rollouts),
+            verdicts=literal(files.verdicts),
+            root=str(run.root.absolute()).rstrip("/") + "/",
+        )
+    except duckdb.Error as error:
+        files.check(tables.read_table)  # the clearer message, where it is one of these
+        reason = first_line(error)
+        raise InputError(f"{run.rollouts(step)}: step {step} cannot be read: {reason}") from error
+    (found,) = run_sql(con, "step_faults", step=step)
+    if found["doubled"] is not None:
+        raise InputError(
+            f"{run.rollouts(step)}: rollout_id {found['doubled']} is there more than once, among"
+            " the rollouts or among their verdicts; remove the doubled part"
+        )
+    if found["other_step"] is not None:
+        raise InputError(
+            f"{run.rollouts(step)}: rollout {found['other_step']} is of another step than {step};"
+            " the files were moved: put them back"
+        )
+    if found["unjudged"]:
+        raise InputError(
+            f"{run.verdicts(step)}: {found['unjudged']} of {found['rows']} rollouts of step {step}"
+            f" have no verdict (the first is {found['first_unjudged']});"
+            f" run: exgrpo verify {run.root} --step {step}"
+        )
+    if found["other_role"] is not None:
+        raise InputError(
+            f"{run.rollouts(step)}: rollout {found['other_role']} has a role other than fresh or"
+            " replay"
+        )
+
+
+def history_digests(run: RunDir, upto: int) -> dict[str, str]:
+    """A digest of each step of a run's history, up to ``upto`` and that one included."""
+    return {str(step): _digest(run, step) for step in run.steps("rollouts") if step <= upto}
+
+
+def _digest(run: RunDir, step: int) -> str:
+    """A digest of the names, sizes and times of writing of a step's files.
+
+    A part is written once and renamed into place, so a part that was made again has another time.
+    The scores of replay candidates are left out: the tables do not depend on them.
+    """
+    plan = run.plan(step)
+    found = [(plan, plan.stat())] if plan.is_file() else []
+    for folder, prefix in (
+        (run.rollouts(step), ""),
+        (run.verdicts(step), ""),
+        (run.scores(step), "part-"),
+    ):
+        if folder.is_dir():
+            with os.scandir(folder) as entries:  # a run has tens of thousands of parts
+                parts = sorted(
+                    (entry.name, entry.stat())
+                    for entry in entries
+                    if entry.name.startswith(prefix)
+                    and entry.name.endswith(".parquet")
+                    and not entry.name.startswith(".")
+                    and entry.is_file()
+                )
+            found += [(folder / name, status) for name, status in parts]
+    lines = [
+        f"{path.relative_to(run.root)} {status.st_size} {status.st_mtime_ns}"
+        for path, status in found
+    ]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
