@@ -213,7 +213,9 @@ def format_table(summary: Mapping[str, Any]) -> Table:
     how = "".join(f"{count} of {source}, " for source, count in more.items()) + how
     left_out = summary.get("left_out", 0)
     table = Table(
-        title=escape(f"{summary['policy']}: {summary['samples']} samples a problem, {how}"),
+        title=escape(
+            harmless(f"{summary['policy']}: {summary['samples']} samples a problem, {how}")
+        ),
         caption="pass@1 over all samples, with 95% intervals over problems"
         + (f"\n{left_out} problems with too long prompts left out" if left_out else ""),
         box=None,
