@@ -339,6 +339,16 @@ def test_the_next_command_typed_again_and_again_ends_the_run(
     assert found["replay_started_step"] == 1
     assert "2 of 2 steps done" in call("status", run.root)
 
+    # A lost trainer state: the command that status names makes the same one again.
+    kept = {path.name: path.read_bytes() for path in run.trainer(2).glob("*.safetensors")}
+    assert kept
+    shutil.rmtree(run.trainer(2))
+    tables.write_text(run.recipe, run.recipe.read_text().replace("steps = 2", "steps = 3"))
+    (fault,) = json.loads(call("status", run.root, "--json"))["faults"]
+    call(*shlex.split(fault.split("make it again: exgrpo ")[1]))
+    assert {path.name: path.read_bytes() for path in run.trainer(2).glob("*.safetensors")} == kept
+    assert "mend:" not in call("status", run.root)
+
 
 def test_nothing_heavy_is_imported(shared: RunDir) -> None:
     code = (

@@ -40,7 +40,8 @@ _SILENT = ("CREATE", "INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "SET", "TRAN
 # Others write files, open other databases or load extensions.
 
 
-_PLANNED = re.compile(r"EXPLAIN\s+(?:ANALYZE\s+)?(?:\([^)]*\)\s*)?", re.IGNORECASE)
+_RUNS_FILES = re.compile(r"import\W*database|copy_database", re.IGNORECASE)
+_PLANNED = re.compile(r"\AEXPLAIN\s*(?:ANALYZE\s*)?(?:\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 @contextlib.contextmanager
@@ -141,13 +142,16 @@ def _refuse_writing(con: duckdb.DuckDBPyConnection, statement: duckdb.Statement)
     ]
     code = "".join(words)
     if kind == "EXPLAIN" or words[0].strip().upper() == "EXPLAIN":
-        for inner in con.extract_statements(_PLANNED.sub("", code, count=1)):
+        explained = code[match.end() :] if (match := _PLANNED.match(code)) else ""
+        for inner in con.extract_statements(explained):
             _refuse_writing(con, inner)
         return
     if kind == "MULTI":
         kind = words[0].strip().upper()
         if kind not in ("COPY", "EXPORT"):
             return
+    if kind == "PRAGMA" and _RUNS_FILES.search(code):
+        kind = "IMPORT DATABASE"
     if kind not in (*_ANSWERS, *_SILENT):
         raise InputError(
             f"{kind.replace('_', ' ')} is refused: exgrpo sql only reads; --csv or --json print"
