@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import making
+import zygote
+
 ROOT = Path(__file__).parents[1]
 
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
-
-
-# Whole runs in processes of their own. With --no-loadscope-reorder the workers begin with them, so
-# that none is left with a long file at the end.
+# Engines that start slowly, and whole runs. With --no-loadscope-reorder the workers begin with
+# them, so that none is left with a long file at the end.
 LONGEST = [
-    "test_iteration.py", "test_iteration_engines.py", "test_train_distributed.py", "test_vllm.py",
-    "test_drivers.py", "test_curate.py", "test_cli.py",
+    "test_vllm.py", "test_iteration_engines.py", "test_train_distributed.py", "test_iteration.py",
+    "test_demo.py", "test_interrupt.py", "test_drivers.py", "test_histories.py", "test_log.py",
 ]  # fmt: skip
 
 
@@ -37,37 +38,62 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("vLLM is not installed")
 
 
-def run_exgrpo(
-    *arguments: object, code: int = 0, cwd: Path = ROOT, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run ``exgrpo`` as a process of its own; its exit code must be ``code``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "100", **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+class Exgrpo:
+    """``exgrpo`` as processes of their own (see zygote.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "zygote"
+        script = Path(zygote.__file__)
+        command = [sys.executable, script, "serve", self.socket]
+        self.server = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+        assert self.server.stdout is not None
+        assert self.server.stdout.readline() == b"ready\n"
+        # A stand-in for the command, for a folder of the PATH.
+        self.script = f'#!/bin/sh\nexec {sys.executable} -IS {script} {self.socket} "$@"\n'
+
+    def __call__(
+        self, *arguments: object, code: int = 0, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it with these arguments; its exit code must be ``code``. More: see start."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = self.start(*arguments, stdout=out.fileno(), stderr=err.fileno(), **more)
+            found = child.wait()
+            out.seek(0)
+            err.seek(0)
+            done = subprocess.CompletedProcess([*arguments], found, out.read(), err.read())
+        assert found == code, f"exit code {found}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def start(
+        self, *arguments: object, stdout: int = 1, stderr: int = 2, cwd: Path = ROOT,
+        session: bool = False, before: str = "", **environment: str,
+    ) -> Any:  # fmt: skip
+        """A running process; ``before`` is Python that is run in it first."""
+        words = [*map(str, arguments)]
+        environment = {**os.environ, "COLUMNS": "100", **environment}
+        if "vllm" in words:
+            return subprocess.Popen(
+                [sys.executable, "-m", "exgrpo_cli", *words],
+                cwd=cwd, env=environment, stdout=stdout, stderr=stderr, start_new_session=session,
+            )  # fmt: skip
+        with Path(os.devnull).open() as nothing:
+            return zygote.Child(
+                str(self.socket), words, (nothing.fileno(), stdout, stderr),
+                cwd=str(cwd), env=environment, session=session, before=before,
+            )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def exgrpo() -> Exgrpo:
-    return run_exgrpo
+def exgrpo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exgrpo]:
+    made = Exgrpo(Path(tempfile.mkdtemp(prefix="exgrpo")))  # short: a socket's path has 107 bytes
+    yield made
+    made.server.kill()
+    made.server.wait()
+    shutil.rmtree(made.socket.parent)
 
 
 @pytest.fixture(scope="session")
-def demo_model(request: pytest.FixtureRequest) -> Path:
-    """The demo model, warmed up in full; kept in pytest's cache until demo.py changes."""
-    source = (ROOT / "src/exgrpo_cli/demo.py").read_bytes()
-    cache = request.config.cache
-    assert cache is not None
-    folder = cache.mkdir("demo-model") / hashlib.sha256(source).hexdigest()[:16]
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of one test run share the model
-        if not folder.exists():
-            run_exgrpo("demo-model", folder)
-    return folder
+def guesser(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy of some success on the problems beside it (see making.guesser)."""
+    folder = tmp_path_factory.mktemp("guesser")
+    return making.guesser(folder)

@@ -1,12 +1,33 @@
 """Small problems and rollouts tables, for tests of the verify stage."""
 
 from pathlib import Path
+from typing import Any
 
 from exgrpo_cli import tables
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.stages import verify as stage
+from exgrpo_cli.step import Step
 
 LIMITS = {"workers": 1, "timeout": 1.0}
 RECIPE = parse_recipe({"verify": LIMITS}, "test")
+
+
+def verify(
+    rollouts: Path, problems: Path, out: Path, recipe: Recipe, log: Log = quiet, **options: Any
+) -> dict[str, Any]:
+    """The stage over loose files; its counts."""
+    step = Step.of(None, rollouts=rollouts, problems=problems, verdicts=out)
+    result = stage.verify(step, recipe, log=log, **options)
+    return {**result.metrics, "parts_done": result.done, "parts_skipped": result.skipped}
+
+
+def explain(
+    rollouts: Path, problems: Path, rollout_id: str, recipe: Recipe, verifier: str | None = None
+) -> dict[str, Any]:
+    """One verdict explained."""
+    step = Step.of(None, rollouts=rollouts, problems=problems)
+    return stage.explain(step, recipe, rollout_id, verifier)
 
 
 def trusting(folder: Path, **settings: object) -> Recipe:

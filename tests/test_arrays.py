@@ -4,59 +4,71 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 from polars.testing import assert_frame_equal
 
-from array_tasks import server, slurm, start
 from exgrpo_cli.recipe import load_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.state import describe_step
-from small_runs import parts
+from making import parts, settings, small_run
 
 TASKS = 4
 STAGES = {"rollout": "rollouts", "verify": "verdicts", "score": "scores"}
-SETTINGS = [
-    "--recipe", "recipes/demo.toml", "--set", "curate.questions=11", "--set", "rollout.samples=3",
-    "--set", "rollout.questions_per_part=1", "--set", "rollout.max_new_tokens=48",
-    "--set", "rollout.engine=transformers", "--set", "curate.start_success=0.0",
-    "--set", "curate.store_before_start=true", "--set", "verify.workers=1",
-]  # fmt: skip
+
+# A process dies by SIGKILL when half of its second Parquet file is written.
+DIES = """
+import os, signal
+import polars as pl
+
+write, files = pl.DataFrame.write_parquet, []
+
+def half(frame, file, **options):
+    files.append(file)
+    write(frame, file, **options)
+    if len(files) == 2:
+        os.truncate(file, file.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+pl.DataFrame.write_parquet = half
+"""
+
+
+def slurm(task: int) -> dict[str, str]:
+    """SLURM's variables of an array's task."""
+    numbers = {"ID": task, "COUNT": TASKS, "MIN": 0, "MAX": TASKS - 1}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in numbers.items()}
 
 
 def test_an_array_with_a_killed_and_a_doubled_task_makes_the_tables_of_one(
-    demo_model: Path, tmp_path: Path
+    exgrpo: Callable[..., Any], guesser: Path, tmp_path: Path
 ) -> None:
     """Step 1 of a run, so that there are replay groups and candidates to score."""
-    context = server()
-
-    def finish(*commands: list[str], killed: bool = False, **env: str) -> None:
-        process = start(context, commands, killed=killed, **env)
-        process.join(300)
-        assert process.exitcode == (-signal.SIGKILL if killed else 0)
-
     single, array = RunDir(tmp_path / "single"), RunDir(tmp_path / "array")
-    begin = ["init", str(single.root), *SETTINGS, "--model", str(demo_model)]
-    finish(begin, *([stage, str(single.root), "--step", "0"] for stage in (*STAGES, "curate")))
-    shutil.copytree(demo_model, single.policy(1))  # a policy that learned nothing in step 0
+    sets = settings("curate.questions=11", "rollout.samples=3", "rollout.questions_per_part=1")
+    exgrpo("init", single.root, *small_run(guesser), *sets)
+    for stage in (*STAGES, "curate"):
+        exgrpo(stage, single.root, "--step", 0)
+    shutil.copytree(guesser, single.policy(1))  # a policy that learned nothing in step 0
     shutil.copytree(single.root, array.root)
-    finish(*([stage, str(single.root), "--step", "1"] for stage in STAGES))
+    for stage in STAGES:
+        exgrpo(stage, single.root, "--step", 1)
 
     recipe = load_recipe(single.recipe)
     for stage, kind in STAGES.items():
-        words = [stage, str(array.root), "--step", "1"]
+        words = [stage, array.root, "--step", 1]
         folder: Path = getattr(array, kind)(1)
-        finish(words, killed=True, **slurm(1, TASKS))
+        exgrpo(*words, before=DIES, code=-signal.SIGKILL, **slurm(1))
         assert [file.name for file in folder.glob("part-*")] == ["part-00001-of-00011.parquet"]
         assert describe_step(array, 1, recipe)["stages"][stage]["writing"] == [5]
         kept = (folder / "part-00001-of-00011.parquet").stat().st_mtime_ns
-        twins = [start(context, [words], **slurm(3, TASKS)) for _ in range(2)]
-        for twin in twins:
-            twin.join(300)
-            assert twin.exitcode == 0
+        twins = [exgrpo.start(*words, **slurm(3)) for _ in range(2)]
+        assert [twin.wait() for twin in twins] == [0, 0]
         for task in (2, 1, 0):  # the killed one again, among the others
-            finish(words, **slurm(task, TASKS))
+            exgrpo(*words, **slurm(task))
         assert (folder / "part-00001-of-00011.parquet").stat().st_mtime_ns == kept
         assert describe_step(array, 1, recipe)["stages"][stage]["complete"]
         assert_same_tables(getattr(single, kind)(1), folder)

@@ -16,7 +16,7 @@ import pytest
 from exgrpo_cli import tables
 
 ROOT = Path(__file__).parents[1]
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> Path:

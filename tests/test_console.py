@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,9 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.inspect.sql import answer, open_run
 from exgrpo_cli.rundir import RunDir
-from sample_run import make_run
+from made_run import make_run
 
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_the_prompt(run: RunDir) -> None:
         until("42")
         until("exgrpo> ")
         os.write(ours, b"\x04")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         os.close(ours)

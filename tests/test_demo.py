@@ -1,4 +1,4 @@
-"""The demo's problems, tokenizer and model. The full warm-up takes a minute and is not run here."""
+"""The demo's problems, tokenizer and model."""
 
 from __future__ import annotations
 
@@ -200,6 +200,13 @@ def test_the_warm_up_learns(tmp_path: Path) -> None:
     first_phase = float(lines[0].rsplit(" ", 1)[1])
     assert first_phase < 2.5  # guessing among the characters costs log(99) = 4.6
     assert result["pass_at_1"] is None
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_model_that_has_something_to_learn(exgrpo: Any, tmp_path: Path) -> None:
+    """The whole warm-up; a model that is always or never right would learn nothing by replay."""
+    result = json.loads(exgrpo("demo-model", tmp_path / "model", "--json").stdout)
+    assert 0.1 < result["pass_at_1"] < 0.45
 
 
 def test_the_warm_up_never_sees_what_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

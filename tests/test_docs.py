@@ -21,7 +21,7 @@ from exgrpo_cli.recipe import load_recipe, to_toml
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

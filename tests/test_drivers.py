@@ -6,17 +6,18 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from exgrpo_cli import tables
 from exgrpo_cli.rundir import RunDir
+from making import settings, small_run
 
 ROOT = Path(__file__).parents[1]
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 # Stands in for SLURM alone: runs a job's tasks at once, in the reverse of their order, with SLURM's
 # variables, and refuses a job that depends on one that it has not seen.
@@ -46,13 +47,13 @@ id=$((1000 + $(wc -l < "$seen"))); echo "$id" >> "$seen"; echo "$id;cluster"
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path: Path, exgrpo: Exgrpo) -> dict[str, str]:
     """`exgrpo` and `sbatch` on the PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in (
         ("sbatch", SBATCH),
-        ("exgrpo", f'#!/bin/sh\nexec {sys.executable} -m exgrpo_cli "$@"\n'),
+        ("exgrpo", exgrpo.script),
     ):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -122,10 +123,10 @@ def test_make_does_only_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_what_was_sent_ahead_ends_in_peace_once_every_question_is_retired(
-    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path, environment: dict[str, str]
+    exgrpo: Exgrpo, guesser: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     run = RunDir(tmp_path / "run")
-    exgrpo("init", run.root, "--recipe", "recipes/demo.toml", "--model", demo_model)
+    exgrpo("init", run.root, "--recipe", "recipes/demo.toml", "--model", guesser)
     tables.write_table("plan", tables.frame("plan", []), run.plan(1))
     run.policy(1).mkdir(parents=True)
     (run.root / "curated").mkdir()
@@ -148,15 +149,15 @@ def test_what_was_sent_ahead_ends_in_peace_once_every_question_is_retired(
 
 
 def test_make_then_slurm(
-    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path, environment: dict[str, str]
+    exgrpo: Exgrpo, guesser: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     run = RunDir(tmp_path / "run")
     exgrpo(
-        "init", run.root, "--recipe", "recipes/demo.toml", "--model", demo_model,
-        "--set", "curate.questions=6", "--set", "rollout.samples=4",
-        "--set", "rollout.questions_per_part=3", "--set", "rollout.engine=transformers",
-        "--set", "verify.workers=1",
-    )  # fmt: skip
+        "init",
+        run.root,
+        *small_run(guesser),
+        *settings("curate.questions=6"),
+    )
     make = ["make", "-j2", "-f", "recipes/iterate.mk", f"RUN={run.root}", "STEPS=1"]
     subprocess.run(
         [*make, "ENGINE=transformers"], cwd=ROOT, env=environment, check=True, capture_output=True

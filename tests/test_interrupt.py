@@ -18,7 +18,7 @@ import pytest
 from exgrpo_cli.interrupts import LINE
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.stages.curate import curate
-from sample_log import group, make_recipe, write_problems, write_step
+from making import group, make_recipe, small_run, write_problems, write_step
 
 ROOT = Path(__file__).parents[1]
 MOMENTS = int(os.environ.get("EXGRPO_EXAMPLES", "18"))
@@ -122,6 +122,13 @@ PLACES = {
         import polars
         polars.Series([1, 2]).map_elements(lambda x: interrupt(), return_dtype=polars.Int64)
     """,
+    "a long computation of polars": """
+        import polars, threading
+        frame = polars.DataFrame({"a": [str(i) for i in range(1_000_000)]})
+        threading.Timer(0.1, interrupt).start()
+        while True:
+            frame.sort("a")
+    """,
     "a function of DuckDB's": """
         import duckdb
         con = duckdb.connect()
@@ -160,7 +167,7 @@ PLACES = {
                 time.sleep(0)
         thing = Thing()
         del thing
-        time.sleep(30)
+        time.sleep(300)
     """,
     "code that takes everything for its own error": """
         try:
@@ -194,7 +201,7 @@ PLACES = {
 def test_wherever_it_lands(harness: Harness, place: str) -> None:
     code, said, seconds = harness(code=textwrap.dedent(PLACES[place]))
     assert_interrupted(code, said)
-    assert seconds < 25  # it was not waited for
+    assert seconds < 200  # it was not waited for
 
 
 def test_what_fails_without_an_interrupt_says_why(harness: Harness) -> None:
@@ -227,12 +234,14 @@ def test_at_any_moment_of_a_command(harness: Harness, log: RunDir) -> None:
     codes = []
     for _ in range(MOMENTS):
         delay = rng.uniform(0, 1.1 * whole)
-        code, said, _ = harness(argv=argv, delay=delay)
-        if code != 0:  # it was done by then
+        code, said, seconds = harness(argv=argv, delay=delay)
+        if code == 0:  # it was done by then
+            whole = min(whole, seconds)
+        else:
             assert_interrupted(code, said)
         assert not list(log.root.rglob("*.tmp")), delay
         codes.append(code)
-    assert codes.count(130) > MOMENTS / 3
+    assert codes.count(130) > MOMENTS / 4
     assert harness(argv=argv)[0] == 0
 
 
@@ -262,9 +271,10 @@ def test_at_any_moment_of_a_process(tmp_path: Path) -> None:
     rng = random.Random(1)
     codes = []
     for _ in range(MOMENTS // 3):
-        code, said, _ = run(rng.uniform(0, 1.1 * whole))
+        code, said, seconds = run(rng.uniform(0, 1.1 * whole))
         if code == 2:
             assert said == expected
+            whole = min(whole, seconds)
         else:
             assert_interrupted(code, said.removeprefix(expected))
         codes.append(code)
@@ -282,10 +292,10 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
 
 
-def test_it_leaves_no_process(demo_model: Path, tmp_path: Path) -> None:
+def test_it_leaves_no_process(guesser: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [
-        "run", run, "-r", "recipes/demo.toml", "--model", demo_model, "--engine", "transformers",
+        "run", run, *small_run(guesser), "--steps", 1000, "--set", "curate.questions=64",
     ]  # fmt: skip
     child = subprocess.Popen(
         [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
@@ -301,6 +311,6 @@ def test_it_leaves_no_process(demo_model: Path, tmp_path: Path) -> None:
     os.killpg(child.pid, signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert_interrupted(child.returncode, said)
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=60)
     assert alive == []
     assert not list(run.rglob("*.tmp"))

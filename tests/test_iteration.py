@@ -6,11 +6,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -18,10 +17,9 @@ from polars.testing import assert_frame_equal
 from safetensors.numpy import load_file
 
 from exgrpo_cli.rundir import RunDir
-from small_runs import SMALL, parts
+from making import parts, settings, small_run
 
-ROOT = Path(__file__).parents[1]
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 
 def assert_same_run(one: RunDir, other: RunDir, steps: int) -> None:
@@ -43,12 +41,11 @@ def assert_same_run(one: RunDir, other: RunDir, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def looped(exgrpo: Exgrpo, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def looped(exgrpo: Exgrpo, guesser: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Three iterations by ``exgrpo run``."""
     run = RunDir(tmp_path_factory.mktemp("looped") / "run")
     exgrpo(
-        "run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers", "--steps", 3,
-        "--track", "tensorboard",
+        "run", run.root, *small_run(guesser), "--steps", 3, "--track", "tensorboard",
     )  # fmt: skip
     return run
 
@@ -95,10 +92,10 @@ def test_scores_are_the_engines_log_probabilities_to_rounding(looped: RunDir) ->
 
 
 def test_stages_by_hand_and_in_shards_make_the_same_run(
-    exgrpo: Exgrpo, demo_model: Path, looped: RunDir, tmp_path: Path
+    exgrpo: Exgrpo, guesser: Path, looped: RunDir, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
-    exgrpo("init", run.root, *SMALL, "--model", demo_model)
+    exgrpo("init", run.root, *small_run(guesser))
     for step in range(2):
         for shard in ("1/2", "0/2"):
             exgrpo("rollout", run.root, "--engine", "transformers", "--shard", shard)
@@ -142,20 +139,13 @@ def test_what_came_of_other_rollouts_is_not_kept(
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(
-    exgrpo: Exgrpo, demo_model: Path, looped: RunDir, tmp_path: Path
+    exgrpo: Exgrpo, guesser: Path, looped: RunDir, tmp_path: Path
 ) -> None:
     """kill -9 in the middle of each step's work, and once more right after a policy appears."""
     run = RunDir(tmp_path / "run")
-    arguments = [
-        "run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers", "--steps", 3
-    ]  # fmt: skip
+    arguments = ["run", run.root, *small_run(guesser), "--steps", 3]
     for waits_for in (run.rollouts(0), run.curated(0), run.policy(1), run.verdicts(2)):
-        child = subprocess.Popen(
-            [sys.executable, "-m", "exgrpo_cli", *map(str, arguments)],
-            cwd=ROOT,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        child = exgrpo.start(*arguments, session=True)
         deadline = time.monotonic() + 120
         while not waits_for.exists() and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -170,27 +160,25 @@ def test_a_killed_run_goes_on_and_ends_the_same(
             assert mine[name] == theirs[name], name
 
 
-def test_loose_files_need_no_run_directory(
-    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path
-) -> None:
+def test_loose_files_need_no_run_directory(exgrpo: Exgrpo, guesser: Path, tmp_path: Path) -> None:
     problems, out = tmp_path / "problems.parquet", tmp_path
-    exgrpo("problems", "data/arithmetic/train.jsonl", "--limit", 6, "--out", problems)
+    exgrpo("problems", guesser.parent / "problems.jsonl", "--limit", 6, "--out", problems)
     plain = ["--set", "model.template=plain", "--set", "rollout.max_new_tokens=72"]
     exgrpo(
-        "rollout", "--problems", problems, "--policy", demo_model, "--out", out / "rollouts",
+        "rollout", "--problems", problems, "--policy", guesser, "--out", out / "rollouts",
         "--samples", 4, "--engine", "transformers", *plain,
     )  # fmt: skip
     exgrpo(
         "verify", "--rollouts", out / "rollouts", "--problems", problems,
         "--out", out / "verdicts", "--workers", 1,
     )  # fmt: skip
-    exgrpo("score", "--rollouts", out / "rollouts", "--policy", demo_model, "--out", out / "scores")
+    exgrpo("score", "--rollouts", out / "rollouts", "--policy", guesser, "--out", out / "scores")
     exgrpo(
-        "train", "--policy", demo_model, "--rollouts", out / "rollouts",
+        "train", "--policy", guesser, "--rollouts", out / "rollouts",
         "--verdicts", out / "verdicts", "--scores", out / "scores", "--out", out / "next",
         "--lr", "1e-4",
     )  # fmt: skip
-    before, after = (load_file(p / "model.safetensors") for p in (demo_model, out / "next"))
+    before, after = (load_file(p / "model.safetensors") for p in (guesser, out / "next"))
     assert any((before[name] != after[name]).any() for name in before)
     curated = exgrpo(
         "curate", out / "pool", "--rollouts", out / "rollouts", "--verdicts", out / "verdicts",
@@ -205,13 +193,12 @@ def test_loose_files_need_no_run_directory(
 
 
 def test_lora_adapters_are_sampled_by_the_next_rollout(
-    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path
+    exgrpo: Exgrpo, guesser: Path, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
     exgrpo(
-        "run", run.root, *SMALL, "--model", demo_model, "--engine", "transformers",
-        "--steps", 2, "--set", "lora.enabled=true", "--set", "lora.rank=4",
-        "--set", "train.learning_rate=1e-2",
+        "run", run.root, *small_run(guesser), "--steps", 2,
+        *settings("lora.enabled=true", "lora.rank=4", "train.learning_rate=1e-2"),
     )  # fmt: skip
     assert (run.policy(1) / "adapter_model.safetensors").exists()
     assert not (run.policy(1) / "model.safetensors").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,17 @@ import polars as pl
 import pytest
 
 from exgrpo_cli.rundir import RunDir
-from small_runs import SMALL, parts
+from making import parts, settings, small_run
 
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 
 @pytest.mark.vllm
-def test_iterations_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) -> None:
+def test_iterations_with_vllm(exgrpo: Exgrpo, guesser: Path, tmp_path: Path) -> None:
     """Two iterations in one process: the second samples from weights reloaded in place."""
     run = RunDir(tmp_path / "run")
     done = exgrpo(
-        "run", run.root, *SMALL, "--model", demo_model, "--engine", "vllm", "--steps", 2,
+        "run", run.root, *small_run(guesser), "--engine", "vllm", "--steps", 2,
         "--profile", "--set", "rollout.entropy_top_k=8",
     )  # fmt: skip
     assert "overhead / compute" in done.stdout
@@ -43,24 +42,40 @@ def test_iterations_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) 
 
 
 @pytest.mark.vllm
-def test_the_rollout_command_with_vllm(exgrpo: Exgrpo, demo_model: Path, tmp_path: Path) -> None:
+def test_the_rollout_command_with_vllm(exgrpo: Exgrpo, guesser: Path, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    exgrpo("init", run.root, *SMALL, "--model", demo_model)
+    exgrpo("init", run.root, *small_run(guesser))
     result = exgrpo("rollout", run.root, "--engine", "vllm", "--shard", "0/3", "--json")
     assert json.loads(result.stdout)["parts_done"] == 1
     assert json.loads(result.stdout)["rows"] == 12
     assert [p.name for p in run.rollouts(0).iterdir()] == ["part-00000-of-00003.parquet"]
 
 
-def test_ten_steps_of_the_demo_raise_held_out_accuracy(
-    exgrpo: Exgrpo, demo_model: Path, tmp_path: Path
+# Every sixth response of the guesser begins with this letter, and every sixth has this hash.
+REWARDS = """
+import hashlib
+
+def letter(response, answer, metadata):
+    return float(response.startswith("c"))
+
+def coin(response, answer, metadata):
+    return float(hashlib.sha256((response + answer).encode()).digest()[0] < 43)
+"""
+
+
+@pytest.mark.parametrize("reward", ["letter", "coin"])
+def test_the_loop_learns_what_is_rewarded(
+    exgrpo: Exgrpo, guesser: Path, tmp_path: Path, reward: str
 ) -> None:
-    """The recipe of `make demo`, a fifth of it; its whole curve is in the README."""
-    run = RunDir(tmp_path / "run")
+    """A share of 256 responses has a deviation of .023 at 1/6; five updates bring it to .88."""
+    run, function = RunDir(tmp_path / "run"), tmp_path / "rewards.py"
+    function.write_text(REWARDS)
     exgrpo(
-        "run", run.root, "--recipe", "recipes/demo.toml", "--model", demo_model,
-        "--engine", "transformers", "--steps", 10, "--set", "evaluate.samples=2",
+        "run", run.root, *small_run(guesser), "--steps", 6, *settings(
+            "curate.questions=16", "rollout.samples=16", "train.learning_rate=0.01",
+            f"problems.verifier={function}:{reward}",
+        ),
     )  # fmt: skip
-    before, after = (run.read_metrics()[i]["eval/heldout/pass@1"] for i in (0, 10))
-    assert 0.15 < before < 0.35
-    assert after > before + 0.08
+    shares = [parts(run.rollouts(step))["text"].str.starts_with("c").mean() for step in (0, 5)]
+    assert shares[0] == pytest.approx(1 / 6, abs=0.1)
+    assert shares[1] > 0.6 if reward == "letter" else shares[1] < 0.4

@@ -24,14 +24,14 @@ def recipe(model: Path, *sets: str) -> Recipe:
 
 
 @pytest.fixture
-def begun(demo_model: Path, tmp_path: Path) -> RunDir:
+def begun(guesser: Path, tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
-    loop.prepare(run, recipe(demo_model))
+    loop.prepare(run, recipe(guesser))
     return run
 
 
-def test_a_run_begins_with_its_recipe_and_problems(begun: RunDir, demo_model: Path) -> None:
-    assert load_recipe(begun.recipe) == recipe(demo_model)
+def test_a_run_begins_with_its_recipe_and_problems(begun: RunDir, guesser: Path) -> None:
+    assert load_recipe(begun.recipe) == recipe(guesser)
     assert pl.read_parquet(begun.problems).height == 6
 
 
@@ -45,45 +45,45 @@ def test_a_run_begins_with_its_recipe_and_problems(begun: RunDir, demo_model: Pa
     ],
 )
 def test_a_refused_change_leaves_the_recipe(
-    begun: RunDir, demo_model: Path, change: str, words: str
+    begun: RunDir, guesser: Path, change: str, words: str
 ) -> None:
     before = begun.recipe.read_bytes()
-    changed = recipe(demo_model, change)
+    changed = recipe(guesser, change)
     with pytest.raises(InputError, match=words):
         loop.prepare(begun, changed)
     assert begun.recipe.read_bytes() == before
 
 
-def test_too_few_positions_are_said(demo_model: Path, tmp_path: Path) -> None:
+def test_too_few_positions_are_said(guesser: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    long = recipe(demo_model, "rollout.max_new_tokens=100000")
+    long = recipe(guesser, "rollout.max_new_tokens=100000")
     loop.prepare(RunDir(tmp_path / "run"), long, said.append)
     assert sum("positions" in line and "cut off" in line for line in said) == 1
 
 
-def test_an_allowed_change_is_said_and_kept(begun: RunDir, demo_model: Path) -> None:
+def test_an_allowed_change_is_said_and_kept(begun: RunDir, guesser: Path) -> None:
     said: list[str] = []
-    changed = recipe(demo_model, "train.learning_rate=2e-5")
+    changed = recipe(guesser, "train.learning_rate=2e-5")
     loop.prepare(begun, changed, said.append)
     assert said == ["recipe: train.learning_rate was 0.0001, is now 2e-05"]
     assert load_recipe(begun.recipe) == changed
 
 
-def test_lora_cannot_change_after_the_first_policy(begun: RunDir, demo_model: Path) -> None:
-    loop.prepare(begun, recipe(demo_model, "lora.rank=8"))
+def test_lora_cannot_change_after_the_first_policy(begun: RunDir, guesser: Path) -> None:
+    loop.prepare(begun, recipe(guesser, "lora.rank=8"))
     begun.policy(1).mkdir(parents=True)
     with pytest.raises(InputError, match=r"lora\.rank was 8 and cannot become 4"):
-        loop.prepare(begun, recipe(demo_model, "lora.rank=4"))
+        loop.prepare(begun, recipe(guesser, "lora.rank=4"))
 
 
-def test_without_problems_nothing_is_begun(demo_model: Path, tmp_path: Path) -> None:
+def test_without_problems_nothing_is_begun(guesser: Path, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with pytest.raises(InputError, match="no problems yet"):
-        loop.prepare(run, load_recipe(None, [], {"model.path": str(demo_model)}))
+        loop.prepare(run, load_recipe(None, [], {"model.path": str(guesser)}))
     assert not run.root.exists()
 
 
-def test_import_never_writes_over_its_source(tmp_path: Path, demo_model: Path) -> None:
+def test_import_never_writes_over_its_source(tmp_path: Path, guesser: Path) -> None:
     source = tmp_path / "mine.parquet"
     pl.DataFrame({"prompt": ["1+1="], "answer": ["2"]}).write_parquet(source)
     before = source.read_bytes()
@@ -153,8 +153,8 @@ def test_what_could_not_be_judged_is_said() -> None:
     assert said == ["step 3: of 4 verdicts 1 error, 1 timeout"]
 
 
-def test_sampling_does_not_change_within_a_step(begun: RunDir, demo_model: Path) -> None:
-    warm, cold = recipe(demo_model), recipe(demo_model, "rollout.temperature=0.5")
+def test_sampling_does_not_change_within_a_step(begun: RunDir, guesser: Path) -> None:
+    warm, cold = recipe(guesser), recipe(guesser, "rollout.temperature=0.5")
     loop.prepare(begun, cold)  # nothing is sampled yet
     begun.rollouts(0).mkdir(parents=True)
     loop.prepare(begun, warm)

@@ -22,7 +22,7 @@ from exgrpo_cli.metrics import evaluation_names, learning_curve, replay_start, s
 from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
-from sample_run import (
+from made_run import (
     HOSTILE,
     make_evaluation,
     make_metrics,

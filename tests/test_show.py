@@ -14,7 +14,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.inspect.show import describe, match_table, show
 from exgrpo_cli.inspect.status import format_status
 from exgrpo_cli.rundir import RunDir
-from sample_run import make_metrics, make_run, make_tables, write
+from made_run import make_metrics, make_run, make_tables, write
 
 
 def _screen(path: Path, width: int = 100) -> str:

@@ -18,7 +18,8 @@ import pytest
 from exgrpo_cli import cli, tables
 from exgrpo_cli.inspect.status import numbers, shards
 from exgrpo_cli.rundir import RunDir
-from sample_run import make_metrics, make_run, make_tables, rollout_rows, verdict_rows, write
+from made_run import make_metrics, make_run, make_tables, write
+from making import rollout_row, settings, small_run, verdict_row
 
 ROOT = Path(__file__).parents[1]
 Call = Callable[..., str]
@@ -42,17 +43,24 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 def wide_step(run: RunDir, step: int, parts: int, have: dict[str, list[int]]) -> None:
     """A planned step of 2 questions a part, with these parts of rollouts, verdicts and scores."""
-    gold = {f"q{i:02d}": "1" for i in range(2 * parts)}
     fresh = {"step": step, "role": "fresh", "samples": 2}
-    write("plan", run.plan(step), [{**fresh, "problem_id": name} for name in gold])
+    names = [f"q{i:02d}" for i in range(2 * parts)]
+    write("plan", run.plan(step), [{**fresh, "problem_id": name} for name in names])
     for i in range(parts):
-        texts = {f"q{j:02d}": ["\\boxed{1}", "no"] for j in (2 * i, 2 * i + 1)}
-        rows = rollout_rows(step, texts)
+        rows = [
+            rollout_row(step, problem, sample, "1", entropies=[0.25] * 2)
+            for problem in names[2 * i : 2 * i + 2]
+            for sample in range(2)
+        ]
         name = tables.part_name(i, parts)
         if i in have.get("rollouts", []):
             write("rollouts", run.rollouts(step) / name, rows)
         if i in have.get("verdicts", []):
-            write("verdicts", run.verdicts(step) / name, verdict_rows(rows, gold))
+            write(
+                "verdicts",
+                run.verdicts(step) / name,
+                [verdict_row(r["rollout_id"], True) for r in rows],
+            )
         if i in have.get("scores", []):
             scores = [{**row, "policy": f"step-{step:05d}"} for row in rows]
             write("scores", run.scores(step) / name, scores)
@@ -313,17 +321,11 @@ def test_what_must_be_mended_is_said(shared: RunDir, call: Call) -> None:
 
 
 def test_the_next_command_typed_again_and_again_ends_the_run(
-    demo_model: Path, tmp_path: Path, call: Call
+    guesser: Path, tmp_path: Path, call: Call
 ) -> None:
     """From an empty directory's init to the last step, replay candidates among the work."""
     run = RunDir(tmp_path / "run")
-    call(
-        "init", run.root, "--recipe", "recipes/demo.toml", "--model", demo_model,
-        "--set", "curate.questions=4", "--set", "rollout.samples=4", "--set", "loop.steps=2",
-        "--set", "rollout.engine=transformers", "--set", "rollout.questions_per_part=3",
-        "--set", "curate.start_success=0.0", "--set", "curate.store_before_start=true",
-        "--set", "verify.workers=1", "--set", "evaluate.every=0",
-    )  # fmt: skip
+    call("init", run.root, *small_run(guesser), *settings("curate.questions=4", "loop.steps=2"))
     typed = []
     while True:
         found: dict[str, Any] = json.loads(call("status", run.root, "--json"))

@@ -1,27 +1,25 @@
-"""The files of one small training step, for the tests of train."""
+"""The files of small training steps, and training from them."""
 
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from exgrpo_cli import tables
+from exgrpo_cli.models import load_model
+from exgrpo_cli.progress import quiet
 from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.stages import train as stage
+from exgrpo_cli.step import Step
+from exgrpo_cli.training.batch import Batch
 from exgrpo_cli.training.logprobs import score_sequences
+from making import qwen
 
 VOCABULARY, SAMPLES, LONGEST = 48, 4, 10
 
 
 def tiny(dropout=0.0, layers=1):
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-            num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
-            initializer_range=0.2, attention_dropout=dropout,
-        )
-    ).eval()  # fmt: skip
+    return qwen(num_hidden_layers=layers, attention_dropout=dropout)
 
 
 def recipe(**sections) -> Recipe:
@@ -121,9 +119,46 @@ def make_step(folder: Path, policy, step=0, *, replay=True, scores=True, seed=0,
     }
 
 
+def step_of(*, policy=None, step=0, out_policy=None, out_trainer=None, **files) -> Step:
+    """A step of loose files, by the names of :func:`make_step`."""
+    return Step.of(None, step, policy=policy, next_policy=out_policy, next_trainer=out_trainer,
+                   **files)  # fmt: skip
+
+
+def train(*, recipe, replay_started=True, curated=None, force=False, log=quiet, **files) -> dict:
+    """The stage over loose files; its metrics, and whether the step was done before."""
+    step = step_of(**files, curated=curated if replay_started else None)
+    result = stage.train(step, recipe, force=force, log=log)
+    return {**result.metrics, **({"skipped": True} if result.skipped else {})}
+
+
+def read_groups(arguments, given, **changes):
+    """The batch of files as :func:`make_step` names them."""
+    kinds = ("rollouts", "verdicts", "scores", "curated", "step")
+    return Batch.read(step_of(**{k: (arguments | changes)[k] for k in kinds})).groups(given)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
 def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def run(arguments, model, given_recipe=None, **changes):
+    options = {"policy": str(model), "recipe": given_recipe or recipe()} | arguments | changes
+    return train(**options)
+
+
+def three_steps(root: Path, model_folder, given, scores=True):
+    """Three steps of the stage, each from files."""
+    policy, trainer = str(model_folder), None
+    arguments = []
+    for step in range(3):
+        model = load_model(policy, given.model, torch.device("cpu"), torch.float32)
+        files = make_step(root / str(step), model, step=step, scores=scores)
+        arguments.append(files | {"policy": policy, "trainer": trainer})
+        train(**arguments[-1], recipe=given)
+        policy, trainer = str(files["out_policy"]), files["out_trainer"]
+    return arguments

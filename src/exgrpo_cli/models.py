@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_HUB_SECONDS = 3.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -51,6 +54,7 @@ def check_policy(path: str) -> None:
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         if looks_local or folder.parent.is_dir():
             raise InputError(f"{path}: no such policy folder")
+        check_hub(path)
         return
     if not folder.is_dir():
         raise InputError(f"{path}: a policy is a folder with config.json and *.safetensors")
@@ -63,6 +67,70 @@ def check_policy(path: str) -> None:
         raise InputError(f"{path}: config.json is missing; a policy is a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"{path}: no weights (*.safetensors) in this policy folder")
+
+
+@functools.cache
+def check_hub(name: str) -> None:
+    """Refuse a hub name that is neither in the hub's cache nor to be had, within seconds.
+
+    Left to itself, opening one asks for each file again and again, and looking up the host's name
+    alone can take half a minute; so one question is asked, in a thread that is not waited for.
+
+    Raises:
+        InputError: not in the cache, and no network (or HF_HUB_OFFLINE), or not on the hub.
+    """
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS)
+    if not failed and not thread.is_alive():
+        return
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    elif failed and isinstance(failed[0], HfHubHTTPError):
+        why = f"{constants.ENDPOINT} says: {first_line(failed[0]).rstrip('.')}"
+    else:
+        why = f"{constants.ENDPOINT} does not answer (is there a network?)"
+    raise InputError(
+        f"{name}: no such folder, nor in the hub's cache ({constants.HF_HUB_CACHE}), and {why};"
+        f" give a folder, or fetch it where there is a network: hf download {name}"
+    )
+
+
+def load_config(path: str, trust_remote_code: bool = False) -> Any:
+    """A model's configuration (transformers).
+
+    Args:
+        path: a folder or a hub name, not an adapter.
+        trust_remote_code: for configurations that come with code.
+
+    Raises:
+        InputError: there is none that transformers can open.
+    """
+    check_policy(path)  # before what takes long to import
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise InputError(f"{path}: config.json cannot be opened: {first_line(error)}") from error
 
 
 def check_tokenizer(path: str) -> str:
@@ -104,10 +172,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """A recipe's ``float32``, ``bfloat16`` or ``float16``."""
+    """A recipe's ``float32``, ``bfloat16`` or ``float16``; float32 for any other name."""
     import torch
 
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -147,9 +215,9 @@ def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBas
     Raises:
         InputError: the folder has no tokenizer that transformers can open.
     """
+    check_policy(path)  # before what takes long to import
     from transformers import AutoTokenizer
 
-    check_policy(path)
     quiet_transformers()
     source = check_tokenizer(path)
     try:
@@ -180,9 +248,9 @@ def load_model(
     Raises:
         InputError: no weights, or transformers cannot open them.
     """
+    check_policy(path)  # before what takes long to import
     from transformers import AutoModelForCausalLM
 
-    check_policy(path)
     quiet_transformers()
     base = adapter_base(path) if is_adapter(path) else path
     options: dict[str, Any] = {}

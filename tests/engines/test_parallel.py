@@ -45,11 +45,11 @@ def test_prompts_stay_together_and_shares_are_even(prompts: list[int], count: in
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
-def test_rows_are_those_of_one_engine_and_a_lost_process_is_said(demo_model: Path) -> None:
+def test_rows_are_those_of_one_engine_and_a_lost_process_is_said(guesser: Path) -> None:
     sampling = Sampling(1.0, 12, entropies=True)
-    alone = open_engine(recipe(), str(demo_model))
+    alone = open_engine(recipe(), str(guesser))
     before = below()
-    several = open_engines(recipe(processes=2), str(demo_model))
+    several = open_engines(recipe(processes=2), str(guesser))
     try:
         assert several.name == "transformers"
         for _ in range(2):
@@ -61,7 +61,7 @@ def test_rows_are_those_of_one_engine_and_a_lost_process_is_said(demo_model: Pat
             for index, row in one.items():
                 assert two[index].logprobs == pytest.approx(row.logprobs, abs=1e-4)
                 assert two[index].entropies == pytest.approx(row.entropies, abs=1e-4)
-            several.load(str(demo_model))
+            several.load(str(guesser))
         assert list(several.generate([], sampling)) == []
         with pytest.raises(InputError, match="has an empty prompt"):
             list(several.generate([Request(0, [], 0)], sampling))
@@ -69,7 +69,7 @@ def test_rows_are_those_of_one_engine_and_a_lost_process_is_said(demo_model: Pat
     finally:
         several.close()
 
-    several = open_engines(recipe(processes=2, batch_size=1), str(demo_model))
+    several = open_engines(recipe(processes=2, batch_size=1), str(guesser))
     try:
         rows = several.generate(requests(400), Sampling(1.0, 200))
         next(rows)
@@ -112,20 +112,20 @@ def start_parent(policy: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_the_processes_end_with_a_parent_that_is_killed(demo_model: Path) -> None:
-    parent = start_parent(demo_model)
+def test_the_processes_end_with_a_parent_that_is_killed(guesser: Path) -> None:
+    parent = start_parent(guesser)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "row\n"
     started = psutil.Process(parent.pid).children(recursive=True)
     assert len(started) == 2
     parent.kill()
     parent.wait(10)
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
 
 
-def test_ctrl_c_does_not_wait_for_processes_that_are_opening(demo_model: Path) -> None:
-    parent = start_parent(demo_model)
+def test_ctrl_c_does_not_wait_for_processes_that_are_opening(guesser: Path) -> None:
+    parent = start_parent(guesser)
     deadline = time.monotonic() + 60
     while len(psutil.Process(parent.pid).children()) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -134,8 +134,8 @@ def test_ctrl_c_does_not_wait_for_processes_that_are_opening(demo_model: Path) -
         process.suspend()  # it would open for ever
     time.sleep(0.5)
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(30) != 0
-    _, alive = psutil.wait_procs(started, timeout=10)
+    assert parent.wait(60) != 0
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert alive == []
 
 

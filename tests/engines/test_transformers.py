@@ -19,39 +19,21 @@ from exgrpo_cli.engines.transformers import (
 )
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
+from making import qwen, save
 
 
 def build(
     folder: Path, *, seed: int = 0, eos: Any = 1, pad: int | None = 0, **generation: Any
 ) -> Path:
     """A tiny random Qwen2 whose distribution is far from flat."""
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
     tokenizer = make_tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=len(tokenizer),
-                hidden_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                intermediate_size=96,
-                max_position_embeddings=256,
-                tie_word_embeddings=False,
-                initializer_range=0.3,
-                bos_token_id=None,
-                eos_token_id=eos,
-                pad_token_id=pad,
-            )
-        )
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, **generation)
-    model.save_pretrained(folder)
+    model = qwen(
+        seed, vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, intermediate_size=96,
+        tie_word_embeddings=False, initializer_range=0.3, eos_token_id=eos, pad_token_id=pad,
+    )  # fmt: skip
     if pad is None:
         tokenizer.pad_token = None
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save(model, folder, tokenizer, eos_token_id=eos, pad_token_id=pad, **generation)
 
 
 def recipe(**rollout: Any) -> Recipe:

@@ -24,6 +24,7 @@ from exgrpo_cli.demo import make_tokenizer
 from exgrpo_cli.engines import Completion, Engine, Request, Sampling, open_engine
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.recipe import Recipe, parse_recipe
+from making import adapter_of, qwen, save
 
 pytestmark = pytest.mark.vllm
 
@@ -41,46 +42,15 @@ def require_vllm() -> None:
 
 def build(folder: Path, seed: int) -> Path:
     """A tiny random Qwen2 with several end tokens and a generation_config that must not matter."""
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    tokenizer = make_tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=len(tokenizer),
-                hidden_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                intermediate_size=96,
-                max_position_embeddings=256,
-                tie_word_embeddings=False,
-                initializer_range=0.2,
-                bos_token_id=None,
-                eos_token_id=1,
-                pad_token_id=0,
-            )
-        )
-    model.generation_config = GenerationConfig(
-        eos_token_id=ENDS, pad_token_id=0, do_sample=True, top_k=3, repetition_penalty=1.5
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save(
+        qwen(seed, vocab_size=len(make_tokenizer()), hidden_size=64, num_hidden_layers=2,
+             intermediate_size=96, tie_word_embeddings=False),
+        folder, eos_token_id=ENDS, pad_token_id=0, do_sample=True, top_k=3, repetition_penalty=1.5,
+    )  # fmt: skip
 
 
 def adapter(base: Path, folder: Path, seed: int) -> Path:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model: Any = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(base),
-            LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False),
-        )
-    model.save_pretrained(folder)
+    adapter_of(base, seed).save_pretrained(folder)
     return folder
 
 

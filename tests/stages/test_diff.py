@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,7 @@ from exgrpo_cli.experience.whatif import choices
 from exgrpo_cli.inspect.diff import diff, format_diff
 from exgrpo_cli.recipe import Recipe, to_toml
 from exgrpo_cli.rundir import RunDir
-from sample_log import (
+from making import (
     curate,
     group,
     make_recipe,
@@ -27,7 +27,7 @@ from sample_log import (
     write_verdicts,
 )
 
-Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
+Exgrpo = Callable[..., Any]
 
 QUESTIONS = [f"q{i}" for i in range(8)]
 RECIPE = make_recipe(questions=4, start_success=0.3)

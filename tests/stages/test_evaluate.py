@@ -7,11 +7,9 @@ from typing import Any
 
 import polars as pl
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from exgrpo_cli import cli, tables
+from exgrpo_cli.demo import make_tokenizer
 from exgrpo_cli.engines import open_engine
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
@@ -21,34 +19,16 @@ from exgrpo_cli.stages.evaluate import (
     format_table,
     policy_fingerprint,
 )
-from sample_run import write
-
-_CHARACTERS = "0123456789+-*=;\\boxed{}"
+from exgrpo_cli.step import Step
+from making import qwen, save, write
 
 
 def _make_model(folder: Path, seed: int) -> None:
     """A random Qwen2 of some thousand parameters whose tokens are characters."""
-    words = ["<pad>", "<eos>", *dict.fromkeys(_CHARACTERS)]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(folder)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
+    size = len(make_tokenizer())
+    save(
+        qwen(seed, vocab_size=size, initializer_range=0.02), folder, eos_token_id=1, pad_token_id=0
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -94,19 +74,18 @@ def run(policy: str, recipe: Recipe, tmp_path: Path) -> Callable[..., dict[str, 
     """evaluate() with everything given; the keywords replace."""
     problems = _problems(tmp_path / "problems.parquet", {"7+5": "12", "2*4": "8", "9-6": "3"})
 
-    def call(**changes: Any) -> dict[str, Any]:
-        given: dict[str, Any] = {
-            "policy": policy,
-            "policy_name": "step-00012",
-            "problems": problems,
-            "out": tmp_path / "out",
-            "recipe": recipe,
-            "samples": 4,
-            "temperature": 1.0,
-            "max_new_tokens": 8,
-            "step": 12,
-        }
-        return evaluate(**(given | changes))
+    def call(
+        *, policy: str = policy, problems: Path = problems, out: Path = tmp_path / "out",
+        recipe: Recipe = recipe, step: int = 12, samples: int = 4, temperature: float = 1.0,
+        max_new_tokens: int = 8, samples_by_source: dict[str, int] | None = None, **more: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        settings = recipe.evaluate.model_copy(
+            update={"samples": samples, "temperature": temperature}
+            | {"max_new_tokens": max_new_tokens, "samples_by_source": samples_by_source or {}}
+        )
+        given = recipe.model_copy(update={"evaluate": settings})
+        of = Step.of(None, step, policy=policy, problems=problems, evaluation=out)
+        return dict(evaluate(of, given, **more).metrics)
 
     return call
 
@@ -187,8 +166,8 @@ def test_a_warm_engine_is_used_and_left_open(
     engine = open_engine(recipe, policy)
     try:
         cold = run(out=tmp_path / "cold")
-        warm = run(out=tmp_path / "warm", engine=lambda: engine)
-        again = run(out=tmp_path / "again", engine=lambda: engine)  # it was not closed
+        warm = run(out=tmp_path / "warm", engine=lambda _: engine)
+        again = run(out=tmp_path / "again", engine=lambda _: engine)  # it was not closed
     finally:
         engine.close()
     assert cold == warm == again
@@ -220,9 +199,9 @@ def test_another_evaluation_in_the_same_folder_is_refused(
             run(**changes)
     assert (tmp_path / "out" / "summary.json").read_bytes() == kept
     assert run(temperature=0.5, force=True)["temperature"] == 0.5
-    assert (
-        run(temperature=0.5, policy_name=policy)["policy"] == policy
-    )  # another name for the same weights is no other evaluation
+    link = tmp_path / "link"  # another name for the same weights is no other evaluation
+    link.symlink_to(policy)
+    assert run(temperature=0.5, policy=str(link))["policy"] == str(link)
 
 
 def test_too_long_prompts_are_left_out_and_counted(
@@ -310,7 +289,6 @@ def test_bad_input(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
         ({"problems": long}, "max_prompt_tokens"),
         ({"problems": tmp_path / "absent.parquet"}, "no such file"),
         ({"policy": str(tmp_path / "absent")}, "no such policy"),
-        ({"samples": 0}, "at least"),
     ):
         with pytest.raises(InputError, match=words):
             run(**changes)

@@ -8,8 +8,7 @@ import pytest
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import parse_recipe
-from exgrpo_cli.stages.verify import explain, verify
-from rollout_files import rollout, trusting, write_problems, write_rollouts
+from rollout_files import explain, rollout, trusting, verify, write_problems, write_rollouts
 
 
 def test_a_required_format(tmp_path: Path) -> None:

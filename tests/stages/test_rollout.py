@@ -13,11 +13,22 @@ from exgrpo_cli import tables
 from exgrpo_cli.engines import Completion, Engine, Request, Sampling
 from exgrpo_cli.engines.transformers import TransformersEngine
 from exgrpo_cli.recipe import Recipe, load_recipe
-from exgrpo_cli.stages import rollout as stage
+from exgrpo_cli.stages import drafts
+from exgrpo_cli.stages.rollout import rollout
+from exgrpo_cli.stages.sampling import Asked, completion_row
+from exgrpo_cli.step import Step
+
+
+class Reads:
+    """A tokenizer, as far as reading goes."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return " ".join(map(str, ids))
 
 
 def row_of(completion: Completion) -> dict[str, Any]:
-    return stage.completion_row("p", 3, 1, "fresh", "step-00003", [5], completion, "x", 9)
+    step = Step.of("run", 3)
+    return completion_row(step, Asked("p", 1), Request(0, [5], 9), completion, Reads())
 
 
 def test_a_row_says_where_its_mean_entropy_is_from() -> None:
@@ -60,10 +71,10 @@ class Stream:
 
 
 @pytest.fixture
-def recipe(demo_model: Path) -> Recipe:
+def recipe(guesser: Path) -> Recipe:
     sets = ["rollout.samples=4", "rollout.questions_per_part=3", "rollout.device=cpu"]
     sets += ["rollout.max_new_tokens=24", "rollout.engine=transformers"]
-    return load_recipe(None, sets, {"model.path": str(demo_model)})
+    return load_recipe(None, sets, {"model.path": str(guesser)})
 
 
 @pytest.fixture
@@ -84,22 +95,20 @@ def problems(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def inner(demo_model: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> TransformersEngine:
+def inner(guesser: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> TransformersEngine:
     """The demo model; rows are drafted at once."""
-    monkeypatch.setattr(stage, "_DRAFT_SECONDS", 0.0)
-    return TransformersEngine(recipe, str(demo_model))
+    monkeypatch.setattr(drafts, "_SECONDS", 0.0)
+    return TransformersEngine(recipe, str(guesser))
 
 
 def test_a_killed_task_leaves_its_finished_rows_to_the_next(
-    inner: TransformersEngine, demo_model: Path, recipe: Recipe, problems: Path, tmp_path: Path
+    inner: TransformersEngine, guesser: Path, recipe: Recipe, problems: Path, tmp_path: Path
 ) -> None:
     said: list[str] = []
 
     def run(engine: Stream, out: str, *, name: str = "p", force: bool = False) -> pl.DataFrame:
-        stage.rollout(
-            problems=problems, out=tmp_path / out, policy=str(demo_model), policy_name=name,
-            step=0, recipe=recipe, engine=lambda: engine, force=force, log=said.append,
-        )  # fmt: skip
+        step = Step.of(None, policy=name, problems=problems, rollouts=tmp_path / out)
+        rollout(step, recipe, engine=lambda _: engine, force=force, log=said.append)
         return tables.read_table("rollouts", tmp_path / out)
 
     whole = run(Stream(inner), "whole")
@@ -128,15 +137,13 @@ def test_a_killed_task_leaves_its_finished_rows_to_the_next(
 
 
 def test_force_samples_anew(
-    inner: TransformersEngine, demo_model: Path, recipe: Recipe, problems: Path, tmp_path: Path
+    inner: TransformersEngine, guesser: Path, recipe: Recipe, problems: Path, tmp_path: Path
 ) -> None:
     for rows, force in ((3, False), (None, True)):
         engine = Stream(inner, rows)
         try:
-            stage.rollout(
-                problems=problems, out=tmp_path / "out", policy=str(demo_model), policy_name="p",
-                step=0, recipe=recipe, engine=lambda e=engine: e, force=force,
-            )  # fmt: skip
+            step = Step.of(None, policy=str(guesser), problems=problems, rollouts=tmp_path / "out")
+            rollout(step, recipe, engine=lambda _, e=engine: e, force=force)
         except KeyboardInterrupt:
             assert not force
     assert len(engine.asked) == 28

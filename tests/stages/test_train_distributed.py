@@ -14,32 +14,38 @@ from safetensors.torch import load_file
 
 from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.runs.processes import _why_failed
-from exgrpo_cli.stages.train import train
-from small_runs import SMALL, parts
-from train_files import make_step, recipe, tiny, weights
+from making import parts, small_run
+from train_files import make_step, recipe, tiny, train, weights
 
 ROOT = Path(__file__).parents[2]
 PATHS = ("rollouts", "verdicts", "scores", "curated", "trainer", "policy")
 
 
-def in_processes(count, arguments, given, out, step=0):
-    """`exgrpo train` under torchrun, on loose files; what it printed."""
+def in_processes(exgrpo, arguments, given, out, step=0):
+    """`exgrpo train` in two processes, as torchrun starts them, on loose files; what they say."""
     file = out.parent / "recipe.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(to_toml(given))
     options = [f"--{name}={arguments[name]}" for name in PATHS if arguments.get(name) is not None]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", "exgrpo_cli", "train", *options]
-    command += [f"--recipe={file}", f"--step={step}", f"--out={out}", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    options += [f"--recipe={file}", f"--step={step}", f"--out={out}", "--json"]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port())}
+    with (out.parent / "out.txt").open("w+") as said, (out.parent / "err.txt").open("w+") as log:
+        streams = {"stdout": said.fileno(), "stderr": log.fileno()}
+        children = [
+            exgrpo.start("train", *options, **streams, **shared, RANK=rank, LOCAL_RANK=rank)
+            for rank in "01"
+        ]
+        codes = [child.wait(300) for child in children]
+        words = [Path(file.name).read_text() for file in (said, log)]
+    assert codes == [0, 0], words
+    return json.loads(words[0]), words[1]
 
 
-def save(model, demo_model, folder):
+def save(model, guesser, folder):
     """A policy folder, with a tokenizer."""
     model.save_pretrained(folder)
-    for file in demo_model.glob("tokenizer*"):
+    for file in guesser.glob("tokenizer*"):
         shutil.copyfile(file, folder / file.name)
 
 
@@ -51,9 +57,9 @@ def assert_close(one, other):
             torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, demo_model):
+def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, exgrpo, guesser):
     model = tiny(layers=2)
-    save(model, demo_model, tmp_path / "model")
+    save(model, guesser, tmp_path / "model")
     given = recipe(
         train={"learning_rate": 1e-3, "minibatch_questions": 3, "tokens_per_microbatch": 40},
         objective={"entropy_bonus": 0.01, "sampler_cap": 2.0},
@@ -65,7 +71,7 @@ def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, de
     one = files["out_policy"]
 
     both = tmp_path / "both" / "step-00001"
-    metrics, said = in_processes(2, files, given, both)
+    metrics, said = in_processes(exgrpo, files, given, both)
     assert "2 processes, cpu" in said
     assert said.count("update 1/2") == 1  # one of them speaks
     for name in metrics:
@@ -87,16 +93,16 @@ def test_two_processes_give_the_weights_of_one_and_either_can_go_on(tmp_path, de
     start = {"policy": both, "trainer": trainer}
     by_one = train(**files | {k: v if k == "trainer" else str(v) for k, v in start.items()},
                    recipe=given)  # fmt: skip
-    by_two, _ = in_processes(2, files | start, given, tmp_path / "both" / "step-00002", step=1)
+    by_two, _ = in_processes(exgrpo, files | start, given, tmp_path / "both" / "step-00002", step=1)
     assert_close(weights(files["out_policy"]), weights(tmp_path / "both" / "step-00002"))
     assert by_one["train/loss"] == pytest.approx(by_two["train/loss"], rel=1e-4)
     notes = json.loads((files["out_trainer"] / "trainer.json").read_text())["notes"]
     assert notes["first_entropy"] == pytest.approx(alone["train/entropy"], rel=1e-4)
 
 
-def test_adapters_and_recomputed_activations_in_two_processes(tmp_path, demo_model):
+def test_adapters_and_recomputed_activations_in_two_processes(tmp_path, exgrpo, guesser):
     model = tiny(layers=2)
-    save(model, demo_model, tmp_path / "model")
+    save(model, guesser, tmp_path / "model")
     given = recipe(
         train={"learning_rate": 1e-3, "gradient_checkpointing": True, "minibatch_questions": 2},
         lora={"enabled": True, "rank": 2},
@@ -105,7 +111,7 @@ def test_adapters_and_recomputed_activations_in_two_processes(tmp_path, demo_mod
     files["policy"] = tmp_path / "model"
     alone = train(**files | {"policy": str(tmp_path / "model")}, recipe=given)
     both = tmp_path / "both" / "step-00001"
-    metrics, _ = in_processes(2, files, given, both)
+    metrics, _ = in_processes(exgrpo, files, given, both)
     assert metrics["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-3)
     assert metrics["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
     assert sorted(p.name for p in both.iterdir()) == sorted(
@@ -121,13 +127,12 @@ exec "$@"
 """
 
 
-def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, demo_model):
+def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, guesser):
     """A step that only lacks its policy: made by one process, by the loop's two (with the scores),
     by SLURM's; and a whole iteration in two processes of each stage."""
     run = tmp_path / "one"
-    few = ["--set", "rollout.max_new_tokens=12", "--set", f"model.path={demo_model}"]
-    few += ["--set", "rollout.engine=transformers"]
-    exgrpo("run", run, *SMALL, *few, "--steps", 1)
+    few = ["--set", "rollout.max_new_tokens=12"]
+    exgrpo("run", run, *small_run(guesser), *few, "--steps", 1)
     for name in ("loop", "slurm"):
         shutil.copytree(run, tmp_path / name)
         for made in ("policy", "trainer", "metrics", "metrics.jsonl"):
@@ -135,7 +140,7 @@ def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, demo_mod
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.rmtree(tmp_path / "loop" / "scores")
     two = ["--set", "train.processes=2", "--set", "score.processes=2"]
-    done = exgrpo("run", tmp_path / "loop", *SMALL, *few, "--steps", 1, *two, "--json",
+    done = exgrpo("run", tmp_path / "loop", *small_run(guesser), *few, "--steps", 1, *two, "--json",
                   OMP_NUM_THREADS="1")  # fmt: skip
     assert json.loads(done.stdout)["steps"] == 1
     scored = [parts(tmp_path / name / "scores/step-00000") for name in ("one", "loop")]
@@ -143,8 +148,8 @@ def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, demo_mod
     tools = tmp_path / "bin"
     tools.mkdir()
     scripts = {"srun": SRUN, "scontrol": "#!/usr/bin/env bash\necho localhost\n"}
-    for name, module in (("torchrun", "torch.distributed.run"), ("exgrpo", "exgrpo_cli")):
-        scripts[name] = f'#!/usr/bin/env bash\nexec {sys.executable} -m {module} "$@"\n'
+    scripts["exgrpo"] = exgrpo.script
+    scripts["torchrun"] = f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n'
     for name, text in scripts.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
@@ -156,7 +161,7 @@ def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, demo_mod
         | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "1"}
         | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port())},
     )
-    exgrpo("init", tmp_path / "node", *SMALL, *few)
+    exgrpo("init", tmp_path / "node", *small_run(guesser), *few)
     for _ in range(2):  # the second time nothing is left
         subprocess.run(
             [ROOT / "recipes/node.sh", tmp_path / "node", "1", "2"],

@@ -12,8 +12,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import parse_recipe
 from exgrpo_cli.stages import verify as stage
-from exgrpo_cli.stages.verify import explain, verify
-from rollout_files import RECIPE, rollout, trusting, write_problems, write_rollouts
+from rollout_files import RECIPE, explain, rollout, trusting, verify, write_problems, write_rollouts
 
 Exgrpo = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -111,10 +110,11 @@ def test_one_file_to_one_file(tmp_path: Path) -> None:
     assert tables.read_table("verdicts", out)["correct"].to_list() == [True]
     assert verify(file, problems, tmp_path / "folder", RECIPE)["parts_done"] == 1
     assert (tmp_path / "folder" / "loose.parquet").exists()
-    other = write_rollouts(tmp_path / "more.parquet", [rollout("m", 1, r"\boxed{2}")])
+    write_rollouts(tmp_path / "two" / "a.parquet", [rollout("m", 0, r"\boxed{2}")])
+    write_rollouts(tmp_path / "two" / "b.parquet", [rollout("m", 1, r"\boxed{2}")])
     with pytest.raises(InputError, match="2 rollout parts"):
-        verify([file, other], problems, tmp_path / "both.parquet", RECIPE)
-    assert verify([file, other], problems, tmp_path / "two", RECIPE)["parts_done"] == 2
+        verify(tmp_path / "two", problems, tmp_path / "both.parquet", RECIPE)
+    assert verify(tmp_path / "two", problems, tmp_path / "out", RECIPE)["parts_done"] == 2
 
 
 def test_an_empty_part(tmp_path: Path, problems: Path) -> None:

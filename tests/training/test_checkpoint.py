@@ -6,24 +6,20 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import TrainSettings
 from exgrpo_cli.training import trainer_state as checkpoint
 from exgrpo_cli.training.update import make_optimizer
+from making import qwen
 
 SETTINGS = TrainSettings(learning_rate=1e-2, weight_decay=0.1)
 
 
 def tiny(**changes):
-    torch.manual_seed(0)
-    config = {
-        "vocab_size": 20, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
-    }  # fmt: skip
-    return Qwen2ForCausalLM(Qwen2Config(**config | changes))
+    return qwen(vocab_size=20, intermediate_size=40, **changes)
 
 
 def tokenizer_folder(path):

@@ -9,8 +9,8 @@ import pytest
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
-from exgrpo_cli.stages.verify import explain, verify
 from exgrpo_cli.verifiers import allowed_verifier
+from rollout_files import explain, verify
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from exgrpo_cli.engines import Request
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.models import adapter_base, is_adapter, load_tokenizer
+from exgrpo_cli.models import adapter_base, is_adapter, load_config, load_tokenizer
 from exgrpo_cli.recipe import ModelSettings, Recipe
 
 
@@ -18,10 +17,8 @@ def positions(policy: str, trust_remote_code: bool = False) -> int | None:
         policy: a folder, an adapter, or a hub name.
         trust_remote_code: for configurations that come with code.
     """
-    from transformers import AutoConfig
-
     base = adapter_base(policy) if is_adapter(policy) else policy
-    config: Any = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    config = load_config(base, trust_remote_code)
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
 
@@ -51,14 +48,14 @@ def check_lengths(requests: Sequence[Request], longest: int) -> None:
 
 def policy_end_ids(policy: str, settings: ModelSettings) -> list[int]:
     """All end tokens of a policy: its generation_config's and its tokenizer's."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     base = adapter_base(policy) if is_adapter(policy) else policy
     tokenizer = load_tokenizer(policy, settings)
     try:
         generation = GenerationConfig.from_pretrained(base)
     except OSError:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=settings.trust_remote_code)
+        config = load_config(base, settings.trust_remote_code)
         generation = GenerationConfig.from_model_config(config)
     return end_ids(generation.eos_token_id, tokenizer.eos_token_id)
 

@@ -6,29 +6,39 @@ server can batch them; its prefix cache serves the samples of a prompt.
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import contextlib
 import json
 import os
 import queue
 import socket
+import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 
 from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.engines.entropy import topk_entropy
 from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
 from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.models import adapter_base, check_policy, is_adapter
+from exgrpo_cli.models import adapter_base, check_policy, is_adapter, load_config
 from exgrpo_cli.recipe import Recipe
 
 _IN_FLIGHT = 512  # a connection each: more than servers batch by default, fewer than files allowed
 _WAITS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each try after a lost connection
-_CONNECT_SECONDS = 30.0
+_SECONDS = 30.0  # to connect, and to name the models
+_LISTEN_SECONDS = 0.5
+
+# A long response may take hours; that the server still lives is the kernel's to find out.
+_KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    for name, seconds in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 6))
+    if hasattr(socket, name)
+]
 
 
 class ServerEngine:
@@ -44,12 +54,16 @@ class ServerEngine:
         """Find the policy on the server.
 
         Raises:
-            InputError: no address, no server there, or it serves another policy.
+            InputError: no address, no vLLM there, or it serves another policy.
         """
         self._recipe = recipe
         self._url = recipe.rollout.url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(self._url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            url = httpx.URL(self._url)
+            good = url.scheme in ("http", "https") and bool(url.host)
+        except httpx.InvalidURL:
+            good = False
+        if not good:
             raise InputError(
                 f"rollout.url = {recipe.rollout.url!r}: the server engine needs the address of a"
                 " running vllm serve, such as --url http://node7:8000"
@@ -65,27 +79,46 @@ class ServerEngine:
         """
         check_policy(policy)
         base = adapter_base(policy) if is_adapter(policy) else policy
-        try:
-            cards = _Client(self._url).call("GET", "/v1/models", tries=1)["data"]
-        except StageError as error:
-            raise InputError(f"{error}; is vllm serve running there?") from error
+        cards = self._cards()
         card = next((c for c in cards if _serves(c, policy)), None)
         if card is None:
-            served = ", ".join(f"{c.get('root')} (as {c.get('id')})" for c in cards) or "nothing"
+            served = ", ".join(f"{c.get('root')} (as {c['id']})" for c in cards) or "nothing"
             raise InputError(
                 f"{self._url}: serves {served}, not {policy}; start it with:"
                 f" vllm serve {base}" + ("" if base == policy else f" --lora-modules p={policy}")
             )
         self._model = str(card["id"])
         self._longest = longest_row(self._recipe, base)
-        limits = [c["max_model_len"] for c in cards if c.get("max_model_len")]
+        limits = [c["max_model_len"] for c in cards if isinstance(c.get("max_model_len"), int)]
         if limits and min(limits) < self._longest:
             raise InputError(
                 f"{self._url}: takes {min(limits)} tokens of prompt and response together, and the"
                 f" recipe asks for {self._longest}; start it with --max-model-len {self._longest}"
             )
         self._end_ids = policy_end_ids(policy, self._recipe.model)
-        self._vocabulary = _vocabulary(base, self._recipe.model.trust_remote_code)
+        config = load_config(base, self._recipe.model.trust_remote_code)
+        self._vocabulary = int(config.get_text_config().vocab_size)
+
+    def _cards(self) -> list[dict[str, Any]]:
+        """The entries of ``/v1/models``."""
+        try:
+            with httpx.Client(
+                **self._options(_SECONDS), verify=ssl.create_default_context()
+            ) as client:
+                response = client.get("/v1/models")
+        except httpx.TransportError as error:
+            reason = _without_key(str(error) or type(error).__name__)
+            raise InputError(f"{self._url}: {reason}; is vllm serve running there?") from error
+        if response.status_code in (401, 403):
+            raise InputError(f"{self._url}: status {response.status_code}; set VLLM_API_KEY")
+        cards = _json(response) if response.status_code == 200 else {}
+        cards = cards.get("data") if isinstance(cards, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(c, dict) and "id" in c for c in cards):
+            raise InputError(
+                f"{self._url}: no vllm serve: /v1/models gives no list of models (status"
+                f" {response.status_code}: {_message(response)})"
+            )
+        return cards
 
     def sleep(self) -> bool:
         """Nothing: the server stays as it is."""
@@ -98,7 +131,8 @@ class ServerEngine:
         """Yield every request's completion once, as they finish.
 
         A lost connection is tried again some times over half a minute; the same seed gives the
-        same sample.
+        same sample. All is sent and received by one thread, whose requests are given up at once
+        when nobody listens any more; vLLM drops a row that nobody waits for.
 
         Raises:
             InputError: a prompt is empty or leaves no room for a token; the server reports
@@ -108,49 +142,68 @@ class ServerEngine:
         check_lengths(requests, self._longest)
         if not requests:
             return
-        if sampling.temperature not in (0.0, 1.0) and sampling.temperature not in self._probed:
-            self._check_logprobs_mode(requests[0], sampling)
-            self._probed.add(sampling.temperature)
-        todo: queue.SimpleQueue[Request] = queue.SimpleQueue()
         done: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
-        for request in requests:
-            todo.put(request)
-        clients = [_Client(self._url) for _ in range(min(_IN_FLIGHT, len(requests)))]
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(self._sample(requests, sampling, done.put))
 
-        def work(client: _Client) -> None:
-            try:
-                while True:
-                    request = todo.get_nowait()
-                    done.put(self._complete(client, request, sampling))
-            except queue.Empty:
-                pass
-            except BaseException as error:
-                done.put(error)
-            finally:
-                client.close()
+        def work() -> None:
+            with contextlib.closing(loop), contextlib.suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
 
-        for client in clients:
-            threading.Thread(target=work, args=(client,), daemon=True).start()
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
         try:
             for _ in requests:
-                result = done.get()
+                result = _next(done)
                 if isinstance(result, BaseException):
                     raise result
                 yield result
         finally:  # the caller stopped listening, was interrupted, or the server is gone
-            for client in clients:
-                client.stop()
+            with contextlib.suppress(RuntimeError):  # all is done, and the loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join(_SECONDS)
 
-    def _complete(self, client: _Client, request: Request, sampling: Sampling) -> Completion:
+    async def _sample(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        put: Callable[[Completion | BaseException], None],
+    ) -> None:
+        transport = httpx.AsyncHTTPTransport(
+            verify=ssl.create_default_context(),
+            limits=httpx.Limits(max_connections=None),
+            socket_options=_KEEP_ALIVE,
+        )
+        todo = iter(requests)
+
+        async def work() -> None:
+            for request in todo:  # which all share
+                put(await self._complete(client, request, sampling))
+
+        try:
+            async with httpx.AsyncClient(**self._options(None), transport=transport) as client:
+                if sampling.temperature not in (0.0, 1.0, *self._probed):
+                    await self._check_logprobs_mode(client, requests[0], sampling)
+                    self._probed.add(sampling.temperature)
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(_IN_FLIGHT, len(requests))):
+                        group.create_task(work())
+        except BaseExceptionGroup as errors:  # the first; the others were cancelled by it
+            put(errors.exceptions[0])
+        except Exception as error:
+            put(error)
+
+    async def _complete(
+        self, client: httpx.AsyncClient, request: Request, sampling: Sampling
+    ) -> Completion:
         room = self._longest - len(request.prompt_ids)
-        answer = self._ask(
+        choice = await self._ask(
             client,
             request,
             sampling,
             max_tokens=min(sampling.max_new_tokens, room),
             logprobs=sampling.entropy_top_k,
         )
-        choice = answer["choices"][0]
         token_ids = choice.get("token_ids")
         if token_ids is None:
             raise InputError(f"{self._url}: gives no token ids; it needs vLLM 0.10.2 or newer")
@@ -174,9 +227,15 @@ class ServerEngine:
             topk_entropy=estimate,
         )
 
-    def _ask(
-        self, client: _Client, request: Request, sampling: Sampling, **more: Any
+    async def _ask(
+        self, client: httpx.AsyncClient, request: Request, sampling: Sampling, **more: Any
     ) -> dict[str, Any]:
+        """The server's choice for a row.
+
+        Raises:
+            InputError: it refuses the row (a status from 400 to 499), or answers as no vLLM does.
+            StageError: no connection, or no answer, after some tries.
+        """
         body = {
             "model": self._model,
             "prompt": request.prompt_ids,
@@ -193,9 +252,34 @@ class ServerEngine:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        return client.call("POST", "/v1/completions", body | more)
+        reason = ""
+        for wait in _WAITS:
+            await asyncio.sleep(wait)
+            try:
+                response = await client.post("/v1/completions", json=body | more)
+            except httpx.TransportError as error:
+                reason = _without_key(str(error) or type(error).__name__)
+                continue
+            status = response.status_code
+            if status == 200:
+                try:
+                    choice: dict[str, Any] = _json(response)["choices"][0]
+                    if isinstance(choice["logprobs"]["token_logprobs"], list):
+                        return choice
+                except (KeyError, IndexError, TypeError):
+                    pass
+            reason = f"status {status}: {_message(response)}"
+            if status < 500 and status not in (408, 429):
+                kind = "answers as no vLLM does" if status < 400 else "refuses a row"
+                raise InputError(f"{self._url}: {kind} ({reason})")
+        raise StageError(
+            f"{self._url}: no answer ({reason}); what was finished is kept, and the same command"
+            " goes on when the server is back"
+        )
 
-    def _check_logprobs_mode(self, request: Request, sampling: Sampling) -> None:
+    async def _check_logprobs_mode(
+        self, client: httpx.AsyncClient, request: Request, sampling: Sampling
+    ) -> None:
         """Whether log-probabilities are of logits / T: then their differences grow by 1 / T.
 
         At T = 1 both modes are the same, and nothing needs to be checked.
@@ -203,126 +287,71 @@ class ServerEngine:
         Raises:
             InputError: they are of the logits as they are (the server's default).
         """
-        client = _Client(self._url)
         gaps = []
         for temperature in (1.0, sampling.temperature):
-            answer = self._ask(client, request, Sampling(temperature, 1), max_tokens=1, logprobs=2)
-            first, second = sorted(
-                answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True
-            )[:2]
+            choice = await self._ask(
+                client, request, Sampling(temperature, 1), max_tokens=1, logprobs=2
+            )
+            tops = choice["logprobs"]["top_logprobs"][0]
+            first, second = sorted(tops.values(), reverse=True)[:2]
             gaps.append(first - second)
-        client.close()
         if abs(gaps[1] - gaps[0]) < abs(gaps[1] - gaps[0] / sampling.temperature):
             raise InputError(
                 f"{self._url}: reports log-probabilities without the temperature"
                 f" ({sampling.temperature:g}); start it with --logprobs-mode processed_logprobs"
             )
 
-
-class _Client:
-    """One connection, opened when it is needed, and again when it was lost."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._connection: http.client.HTTPConnection | None = None
-        self._stopped = threading.Event()
-
-    def call(
-        self, method: str, path: str, body: Any = None, tries: int = len(_WAITS)
-    ) -> dict[str, Any]:
-        """A request's answer.
+    def _options(self, seconds: float | None) -> dict[str, Any]:
+        """What httpx's clients are made with; ``seconds`` to wait for an answer.
 
         Raises:
-            InputError: the server refuses it (a status from 400 to 499).
-            StageError: no connection, or no answer, after so many tries.
+            InputError: VLLM_API_KEY cannot be a key.
         """
-        reason = ""
-        for wait in _WAITS[:tries]:
-            if self._stopped.wait(wait):
-                break
-            try:
-                status, text = self._send(method, path, body)
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                reason = str(error) or type(error).__name__
-                continue
-            if status < 400:
-                answer: dict[str, Any] = json.loads(text)
-                return answer
-            reason = f"status {status}: {_message(text)}"
-            if status < 500:
-                raise InputError(f"{self._url}: {reason}")
-        raise StageError(
-            f"{self._url}: no answer ({reason}); what was finished is kept, and the same command"
-            " goes on when the server is back"
-            if tries > 1
-            else f"{self._url}: no answer ({reason})"
-        )
+        key = os.environ.get("VLLM_API_KEY", "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise InputError("VLLM_API_KEY: has characters that an HTTP header does not take")
+        return {
+            "base_url": self._url,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "timeout": httpx.Timeout(seconds, connect=_SECONDS),
+            "trust_env": False,  # no proxy, nor passwords from ~/.netrc
+        }
 
-    def _send(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        connection = self._connection or self._connect()
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        prefix = urlsplit(self._url).path
-        data = None if body is None else json.dumps(body).encode()
-        connection.request(method, prefix + path, data, headers)
-        response = connection.getresponse()
-        return response.status, response.read()
 
-    def _connect(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self._url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(str(parts.hostname), parts.port, timeout=_CONNECT_SECONDS)
-        connection.connect()
-        # A long response may take hours; that the server still lives is the kernel's to find out.
-        connection.sock.settimeout(None)
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, seconds in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 6)):
-            if hasattr(socket, name):
-                connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-        self._connection = connection
-        return connection
+def _next(done: queue.SimpleQueue[Completion | BaseException]) -> Completion | BaseException:
+    """The next result. It looks up now and then: where polars has set SA_RESTART, a Ctrl-C does not
+    end a wait for a lock."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return done.get(timeout=_LISTEN_SECONDS)
 
-    def stop(self) -> None:
-        """Give up what another thread is waiting for here; vLLM drops a row nobody waits for."""
-        self._stopped.set()
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            try:
-                connection.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:  # is closed already
-                return
 
-    def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+def _without_key(text: str) -> str:
+    """What a library or a server says, in one line, without the key."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    key = os.environ.get("VLLM_API_KEY", "").strip()
+    return (line.replace(key, "...") if key else line)[:200]
 
 
 def _serves(card: dict[str, Any], policy: str) -> bool:
     """Whether an entry of ``/v1/models`` is this policy: by its folder, or by its served name."""
     root = str(card.get("root") or "")
-    if policy in (root, card.get("id")):
+    if policy in (root, card["id"]):
         return True
     return bool(root) and Path(policy).exists() and Path(root).resolve() == Path(policy).resolve()
 
 
-def _vocabulary(base: str, trust_remote_code: bool) -> int:
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-    return int(config.get_text_config().vocab_size)
-
-
-def _message(text: bytes) -> str:
-    """The server's own words."""
+def _json(response: httpx.Response) -> Any:
+    """What it holds; None where that is not JSON."""
     try:
-        value = json.loads(text)
-        found = value.get("error", value)
-        message = found.get("message", found) if isinstance(found, dict) else found
-    except ValueError:
-        message = text.decode("utf-8", "replace")
-    return " ".join(str(message).split())[:200]
+        return json.loads(response.content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _message(response: httpx.Response) -> str:
+    """The server's own words, in one line."""
+    value = _json(response)
+    found = value.get("error", value) if isinstance(value, dict) else value
+    found = found.get("message", found) if isinstance(found, dict) else found
+    return _without_key(str(response.text if value is None else found)) or "nothing"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.engines.entropy import topk_entropy
 from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
+from exgrpo_cli.engines.output import explained, heard
 from exgrpo_cli.errors import InputError, StageError, first_line
 from exgrpo_cli.models import adapter_base, check_policy, is_adapter, resolve_dtype
 from exgrpo_cli.recipe import Recipe
@@ -54,7 +55,7 @@ class VllmEngine:
     def _start(self, policy: str) -> None:
         check_policy(policy)
         # Its warnings are many, and tell of what is meant so (no tokenizer, eager, float32).
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        wanted = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         import torch
@@ -92,31 +93,33 @@ class VllmEngine:
         if on_cpu:
             options["max_num_batched_tokens"] = max(self._max_model_len, 4096)
         self._end_ids = policy_end_ids(policy, settings)
+        options |= {
+            "model": base,
+            "skip_tokenizer_init": True,
+            "trust_remote_code": settings.trust_remote_code,
+            "dtype": str(dtype).removeprefix("torch."),
+            "seed": self._recipe.seed % 2**31,
+            "max_model_len": self._max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",  # not the model's own top_k, penalties, ...
+            "enable_prefix_caching": True,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "tensor_parallel_size": rollout.tensor_parallel,
+            "use_tqdm_on_load": False,
+            "disable_log_stats": True,
+            "worker_extension_cls": "exgrpo_cli.engines.vllm_worker.WorkerExtension",
+        }
         before = _children()
+        said: Callable[[], str] = str
         try:
-            self._llm = LLM(
-                **{
-                    "model": base,
-                    "skip_tokenizer_init": True,
-                    "trust_remote_code": settings.trust_remote_code,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "seed": self._recipe.seed % 2**31,
-                    "max_model_len": self._max_model_len,
-                    "logprobs_mode": "processed_logprobs",
-                    "generation_config": "vllm",  # not the model's own top_k, penalties, ...
-                    "enable_prefix_caching": True,
-                    "gpu_memory_utilization": rollout.gpu_memory_utilization,
-                    "tensor_parallel_size": rollout.tensor_parallel,
-                    "use_tqdm_on_load": False,
-                    "disable_log_stats": True,
-                    "worker_extension_cls": "exgrpo_cli.engines.vllm_worker.WorkerExtension",
-                }
-                | options
-            )
+            with heard(show=wanted != "ERROR") as said:
+                self._llm = LLM(**options)
         except ValueError as error:  # an architecture, a dtype or a length that vLLM refuses
-            raise InputError(f"{base}: vLLM cannot open this policy: {_reason(error)}") from error
-        except RuntimeError as error:  # its child process has written why
-            raise StageError(f"{base}: vLLM did not start: {_reason(error)}") from error
+            why = explained(_reason(error), "")
+            raise InputError(f"{base}: vLLM cannot open this policy: {why}") from error
+        except Exception as error:  # its processes have written why
+            why = explained(_reason(error), said())
+            raise StageError(f"{base}: vLLM did not start: {why}") from error
         self._processes = _children() - before
         self._base, self._adapter = base, None
         if is_adapter(policy):

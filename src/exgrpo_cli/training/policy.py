@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.models import is_adapter, load_tokenizer
+from exgrpo_cli.models import (
+    dtype_named,
+    is_adapter,
+    load_config,
+    load_model,
+    load_tokenizer,
+    training_dtype,
+)
 from exgrpo_cli.recipe import ModelSettings, Recipe
 from exgrpo_cli.training import distributed
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 # What a tokenizer may consist of, and the code that comes with a model.
@@ -49,11 +52,9 @@ def saved_dtype(path: str, trust_remote_code: bool = False) -> torch.dtype:
     """
     if is_adapter(path):
         return torch.float32
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = load_config(path, trust_remote_code)
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return _DTYPES.get(str(found).removeprefix("torch."), torch.float32)
+    return dtype_named(str(found).removeprefix("torch."))
 
 
 def save_policy(
@@ -175,11 +176,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def dtype_to_save(policy: str, recipe: Recipe) -> torch.dtype:
-    import torch
-
-    from exgrpo_cli.models import dtype_named
-    from exgrpo_cli.training.policy import saved_dtype
-
+    """The dtype of a trained policy's saved weights, see ``train.save_dtype``."""
     name = recipe.train.save_dtype
     if name != "auto":
         return dtype_named(name)
@@ -199,8 +196,6 @@ def open_policy(
         device: where it will be trained.
         at_first: where it is put now.
     """
-    from exgrpo_cli.models import is_adapter, load_model, training_dtype
-
     lora = recipe.lora
     if is_adapter(policy) and not lora.enabled:
         raise InputError(
