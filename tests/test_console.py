@@ -100,6 +100,7 @@ def test_nothing_is_written(run: RunDir) -> None:
         "SELECT 1; COPY questions TO 'x.csv'",
         "COPY (PIVOT (SELECT 1 AS a) ON a) TO 'x.csv'",
         "EXPLAIN ANALYZE COPY (PIVOT (SELECT 1 AS a) ON a) TO 'x.csv'",
+        "EXPLAIN(ANALYZE) COPY questions TO 'x.csv'",
         "EXPLAIN (ANALYZE, FORMAT json) COPY questions TO 'x.csv'",
         "/* a */ EXPLAIN -- b\n ANALYZE COPY questions TO 'x.csv'",
         "SET profiling_output = 'x.json'",
@@ -107,6 +108,8 @@ def test_nothing_is_written(run: RunDir) -> None:
         "CALL enable_logging(storage = 'file', storage_path = 'x')",
         "CREATE PERSISTENT SECRET s (TYPE s3, KEY_ID 'x')",
         "CREATE SECRET s (TYPE s3, KEY_ID 'x')",
+        "IMPORT DATABASE '.'",
+        "PRAGMA import_database('.')",
         "INSTALL httpfs",
         "LOAD httpfs",
         "SET enable_external_access = true",
@@ -128,6 +131,7 @@ def test_explaining_and_naming_a_copy_is_no_write(run: RunDir) -> None:
     assert "Total Time" in ask(run, "EXPLAIN ANALYZE SELECT 'export' AS copy -- copy")
     assert ask(run, "SELECT 'copy' AS copy", "csv") == "copy\ncopy\n"
     assert ask(run, "PIVOT (SELECT 'copy' AS b) ON b", "csv") == "copy\n1\n"
+    assert "[" in ask(run, "EXPLAIN(FORMAT json) SELECT 'copy'")
     assert ask(run, "EXPLAIN PIVOT (SELECT 'copy' AS b) ON b")
 
 

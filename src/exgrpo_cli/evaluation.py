@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from exgrpo_cli.terminal import harmless
+
 if TYPE_CHECKING:
     import polars as pl
     from rich.table import Table
@@ -223,7 +225,9 @@ def format_table(summary: Mapping[str, Any]) -> Table:
     how = "".join(f"{count} of {source}, " for source, count in more.items()) + how
     left_out = summary.get("left_out", 0)
     table = Table(
-        title=escape(f"{summary['policy']}: {summary['samples']} samples a problem, {how}"),
+        title=escape(
+            harmless(f"{summary['policy']}: {summary['samples']} samples a problem, {how}")
+        ),
         caption="pass@1 over all samples, with 95% intervals over problems"
         + (f"\n{left_out} problems with too long prompts left out" if left_out else ""),
         box=None,
@@ -237,7 +241,7 @@ def format_table(summary: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows if len(rows) == 1 else [*rows, summary["overall"]]:
         table.add_row(
-            escape(row["source"]),
+            escape(harmless(row["source"])),
             str(row["problems"]),
             _with_interval(row),
             *(f"{row[f'pass@{k}']:.1%}" if f"pass@{k}" in row else "" for k in ks[1:]),

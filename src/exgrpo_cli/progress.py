@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from exgrpo_cli.terminal import harmless
+
 Log = Callable[[str], None]
 """Takes one plain line."""
 
@@ -36,7 +38,7 @@ def to_stderr(line: str) -> None:
     """The command line's log. A terminal that is gone, or a full disk behind it, ends no run."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
+            print(harmless(line), file=sys.stderr, flush=True)
 
 
 def _on_terminal() -> bool:

@@ -15,6 +15,7 @@ from exgrpo_cli.cli.completion import complete_key, complete_recipe, complete_ru
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.machine import is_first_process
 from exgrpo_cli.progress import to_stderr
+from exgrpo_cli.terminal import harmless
 
 if TYPE_CHECKING:  # settings take half a second to import
     from exgrpo_cli.recipe import Recipe
@@ -327,4 +328,4 @@ def _words(value: Any) -> str:
         return ", ".join(f"{name} {_words(one)}" for name, one in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(map(_words, value)) or "none"
-    return str(value)
+    return harmless(str(value))

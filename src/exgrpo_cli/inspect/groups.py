@@ -131,7 +131,7 @@ def _replayed(run: RunDir, step: int, problem_ids: list[str]) -> dict[str, dict[
         {"curated": literal([run.curated(step)]), "ids": problem_ids},
         run.curated(step),
     )
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for collected in {row["collected_step"] for row in chosen}:
         files = _files(run.rollouts(collected))
         ids = [row["rollout_id"] for row in chosen if row["collected_step"] == collected]

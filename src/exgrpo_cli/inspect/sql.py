@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.tables import finite_or_none
+from exgrpo_cli.tables.duck import open_database
 from exgrpo_cli.terminal import harmless
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ _SILENT = ("CREATE", "INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "SET", "TRAN
 # Others write files, open other databases or load extensions.
 
 
-_PLANNED = re.compile(r"EXPLAIN\s+(?:ANALYZE\s+)?(?:\([^)]*\)\s*)?", re.IGNORECASE)
+_RUNS_FILES = re.compile(r"import\W*database|copy_database", re.IGNORECASE)
+_PLANNED = re.compile(r"\AEXPLAIN\s*(?:ANALYZE\s*)?(?:\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 @contextlib.contextmanager
@@ -64,9 +66,8 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         raise InputError(f"{run}: holds no table of a run")
     views = files("exgrpo_cli.experience").joinpath("sql", "views.sql").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="exgrpo-") as spill, contextlib.chdir(run):
-        con = duckdb.connect(":memory:", config={"temp_directory": spill, **_ALONE})
+        con = open_database(Path(spill), **_ALONE)
         try:
-            con.execute("SET enable_progress_bar = false").fetchall()
             con.execute(views).fetchall()
             con.execute(f"SET allowed_directories = [{', '.join(map(_quoted, _roots()))}]")
             con.execute("SET enable_external_access = false")
@@ -78,7 +79,7 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
             con.close()
 
 
-_ALONE: dict[str, str | bool | int | float | list[str]] = {
+_ALONE: dict[str, str | bool | int] = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "allow_community_extensions": False,
@@ -141,13 +142,16 @@ def _refuse_writing(con: duckdb.DuckDBPyConnection, statement: duckdb.Statement)
     ]
     code = "".join(words)
     if kind == "EXPLAIN" or words[0].strip().upper() == "EXPLAIN":
-        for inner in con.extract_statements(_PLANNED.sub("", code, count=1)):
+        explained = code[match.end() :] if (match := _PLANNED.match(code)) else ""
+        for inner in con.extract_statements(explained):
             _refuse_writing(con, inner)
         return
     if kind == "MULTI":
         kind = words[0].strip().upper()
         if kind not in ("COPY", "EXPORT"):
             return
+    if kind == "PRAGMA" and _RUNS_FILES.search(code):
+        kind = "IMPORT DATABASE"
     if kind not in (*_ANSWERS, *_SILENT):
         raise InputError(
             f"{kind.replace('_', ' ')} is refused: exgrpo sql only reads; --csv or --json print"

@@ -91,7 +91,7 @@ def _next_lines(found: Mapping[str, Any]) -> list[str]:
         lines.append("there are no problems yet")
     when = "next, once that has ended" if found["at_work"] else "next"
     lines.append(f"{when}: {following['command']}")
-    if stage not in (*words, "init") and found["steps_planned"]:
+    if stage not in (*words, "init") and not found["faults"] and found["steps_planned"]:
         lines.append(f"all that is left: exgrpo run {shlex.quote(found['path'])}")
     return lines
 

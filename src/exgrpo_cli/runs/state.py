@@ -23,7 +23,7 @@ ARRAYS = {"rollout": "rollouts", "verify": "verdicts", "score": "scores"}
 _YOUNG = 600.0  # seconds; a temporary file that was not touched for longer is a killed task's
 
 
-_PART = re.compile(r"(part|replay)-(\d+)-of-(\d+)\.parquet")
+_PART = re.compile(r"(part|replay)-(\d+)-of-\d+\.parquet")
 
 
 _UNFINISHED = re.compile(rf"\.{_PART.pattern}\..*\.(tmp|parts|rows)")
@@ -33,8 +33,7 @@ _UNFINISHED = re.compile(rf"\.{_PART.pattern}\..*\.(tmp|parts|rows)")
 class _Folder:
     """What lies in the folder of a step's parts."""
 
-    parts: dict[str, set[int]] = field(default_factory=lambda: {"part": set(), "replay": set()})
-    counts: dict[str, set[int]] = field(default_factory=lambda: {"part": set(), "replay": set()})
+    files: dict[str, list[Path]] = field(default_factory=lambda: {"part": [], "replay": []})
     loose: int = 0
     """Tables that are not named as parts; each is whole."""
     unfinished: dict[str, dict[int, float]] = field(
@@ -44,6 +43,11 @@ class _Folder:
     newest: float | None = None
     """When the last part was written, seconds since the epoch."""
     damaged: list[Path] = field(default_factory=list)
+
+    def division(self, prefix: str) -> tuple[int | None, set[int]]:
+        """In how many parts of a kind the step is cut (None: there is none), and which are here."""
+        found = tables.divisions(self.files[prefix])
+        return (max(found), found[max(found)]) if found else (None, set())
 
 
 def _look(folder: Path, *, check: bool) -> _Folder:
@@ -67,8 +71,7 @@ def _look(folder: Path, *, check: bool) -> _Folder:
                 continue
             match = _PART.fullmatch(entry.name)
             if match:
-                found.parts[match[1]].add(int(match[2]))
-                found.counts[match[1]].add(int(match[3]))
+                found.files[match[1]].append(Path(entry.path))
             else:
                 found.loose += 1
             found.newest = max(found.newest or 0.0, changed)
@@ -88,9 +91,8 @@ def _ends_as_parquet(path: Path) -> bool:
 
 def _parts(found: _Folder, prefix: str, expected: int | None) -> dict[str, Any]:
     """Counts of one kind of parts; ``expected`` (None: unknown) gives way to what names say."""
-    counts = found.counts[prefix]
-    total = max(counts) if counts else expected
-    have = found.parts[prefix]
+    count, have = found.division(prefix)
+    total = expected if count is None else count
     missing = sorted(set(range(total or 0)) - have)
     touched = found.unfinished[prefix]
     writing = sorted(number for number, at in touched.items() if time.time() - at < _YOUNG)
@@ -170,8 +172,9 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
         expected = len(groups) if plan["questions"] else 0
     stages: dict[str, dict[str, Any]] = {}
     found = {stage: _look(getattr(run, kind)(step), check=deep) for stage, kind in ARRAYS.items()}
-    if found["rollout"].counts["part"]:  # verdicts and scores are cut as the rollouts are
-        planned, expected = expected, max(found["rollout"].counts["part"])
+    division, sampled = found["rollout"].division("part")
+    if division is not None:  # verdicts and scores are cut as the rollouts are
+        planned, expected = expected, division
         if planned is not None and planned != expected:
             faults.append(
                 f"{run.rollouts(step)}: sampled in {expected} parts, and the recipe now gives"
@@ -180,7 +183,7 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
     elif found["rollout"].loose:
         expected = 0
     elif expected is None:  # no plan was read: verdicts or scores may still tell
-        expected = max((n for f in found.values() for n in f.counts["part"]), default=None)
+        expected = max(f.division("part")[0] or 0 for f in found.values()) or None
     for stage, folder in found.items():
         part = _parts(folder, "part", expected)
         complete = part["expected"] is not None and not part["missing"]
@@ -195,20 +198,20 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
                 None if folder.newest is None else round(max(time.time() - folder.newest, 0.0), 1)
             ),
         }
-        for prefix, counts in folder.counts.items():
-            if len(counts) > 1:
+        for prefix, files in folder.files.items():
+            divisions = tables.divisions(files)
+            if len(divisions) > 1:
                 faults.append(
                     f"{getattr(run, ARRAYS[stage])(step)}: {prefix} parts of"
-                    f" {' and of '.join(map(str, sorted(counts)))} lie together; remove the stale"
-                    " ones"
+                    f" {' and of '.join(map(str, sorted(divisions)))} lie together; remove the"
+                    " stale ones"
                 )
         faults += [f"{path}: damaged (no Parquet); remove it" for path in folder.damaged]
         stages[stage] = entry
-    sampled = found["rollout"].parts["part"]
     for stage, entry in stages.items():
         missing = entry["missing"]
-        can = plan is not None if stage == "rollout" else None
-        entry["ready"] = [n for n in missing if (n in sampled if can is None else can)]
+        can = set(missing) if plan is not None else set()  # a rollout needs its plan alone
+        entry["ready"] = [n for n in missing if n in (can if stage == "rollout" else sampled)]
     _add_later_stages(run, step, recipe, plan, found["score"], stages, deep=deep)
     return {"step": step, "plan": plan, "stages": stages, "faults": faults}
 
@@ -229,7 +232,7 @@ def _add_later_stages(
     score = stages["score"]
     score["enabled"] = recipe.score.enabled
     wanted: int | None = 0
-    if deep and recipe.score.enabled and not (curated or trained or scores.counts["replay"]):
+    if deep and recipe.score.enabled and not (curated or trained or scores.files["replay"]):
         wanted = _expected_candidates(run, step, plan)
     score["replay"] = _parts(scores, "replay", wanted)
     score["complete"] = score["complete"] and not score["replay"]["missing"]
