@@ -19,7 +19,8 @@ def verify(
     """The stage over loose files; its counts."""
     step = Step.of(None, rollouts=rollouts, problems=problems, verdicts=out)
     result = stage.verify(step, recipe, log=log, **options)
-    return {**result.metrics, "parts_done": result.done, "parts_skipped": result.skipped}
+    parts = {"parts_done": result.done, "parts_skipped": result.skipped}
+    return {**result.metrics, **parts, "notes": result.notes}
 
 
 def explain(

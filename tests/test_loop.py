@@ -10,9 +10,10 @@ import pytest
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.recipe import Recipe, load_recipe
+from exgrpo_cli.recipe import Recipe, load_recipe, with_absolute_paths
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.runs import loop
+from exgrpo_cli.runs.prepare import adopt, import_into, prepare
+from exgrpo_cli.step import Step
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,13 +21,14 @@ ROOT = Path(__file__).parents[1]
 def recipe(model: Path, *sets: str) -> Recipe:
     problems = ROOT / "data/arithmetic/heldout.jsonl"
     first = [f"problems.path={problems}", "problems.limit=6"]
-    return load_recipe(ROOT / "recipes/demo.toml", [*first, *sets], {"model.path": str(model)})
+    given = load_recipe(ROOT / "recipes/demo.toml", [*first, *sets], {"model.path": str(model)})
+    return with_absolute_paths(given)  # as a run keeps it
 
 
 @pytest.fixture
 def begun(guesser: Path, tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
-    loop.prepare(run, recipe(guesser))
+    prepare(run, recipe(guesser))
     return run
 
 
@@ -39,7 +41,7 @@ def test_a_run_begins_with_its_recipe_and_problems(begun: RunDir, guesser: Path)
     ("change", "words"),
     [
         ("problems.limit=5", "problems.limit was 6 and cannot become 5"),
-        ("rollout.top_p=0.9", "top_p"),
+        ("rollout.top_p=0.9", "rollout.top_p is gone"),
         ("rollout.temperature=0.0", "temperature"),
         ("rollout.samples=1", "no success would ever be stored"),
     ],
@@ -48,38 +50,37 @@ def test_a_refused_change_leaves_the_recipe(
     begun: RunDir, guesser: Path, change: str, words: str
 ) -> None:
     before = begun.recipe.read_bytes()
-    changed = recipe(guesser, change)
     with pytest.raises(InputError, match=words):
-        loop.prepare(begun, changed)
+        prepare(begun, recipe(guesser, change))
     assert begun.recipe.read_bytes() == before
 
 
 def test_too_few_positions_are_said(guesser: Path, tmp_path: Path) -> None:
     said: list[str] = []
     long = recipe(guesser, "rollout.max_new_tokens=100000")
-    loop.prepare(RunDir(tmp_path / "run"), long, said.append)
+    prepare(RunDir(tmp_path / "run"), long, said.append)
     assert sum("positions" in line and "cut off" in line for line in said) == 1
 
 
 def test_an_allowed_change_is_said_and_kept(begun: RunDir, guesser: Path) -> None:
     said: list[str] = []
     changed = recipe(guesser, "train.learning_rate=2e-5")
-    loop.prepare(begun, changed, said.append)
+    prepare(begun, changed, said.append)
     assert said == ["recipe: train.learning_rate was 0.0001, is now 2e-05"]
     assert load_recipe(begun.recipe) == changed
 
 
 def test_lora_cannot_change_after_the_first_policy(begun: RunDir, guesser: Path) -> None:
-    loop.prepare(begun, recipe(guesser, "lora.rank=8"))
+    prepare(begun, recipe(guesser, "lora.rank=8"))
     begun.policy(1).mkdir(parents=True)
     with pytest.raises(InputError, match=r"lora\.rank was 8 and cannot become 4"):
-        loop.prepare(begun, recipe(guesser, "lora.rank=4"))
+        prepare(begun, recipe(guesser, "lora.rank=4"))
 
 
 def test_without_problems_nothing_is_begun(guesser: Path, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with pytest.raises(InputError, match="no problems yet"):
-        loop.prepare(run, load_recipe(None, [], {"model.path": str(guesser)}))
+        prepare(run, load_recipe(None, [], {"model.path": str(guesser)}))
     assert not run.root.exists()
 
 
@@ -93,7 +94,7 @@ def test_import_never_writes_over_its_source(tmp_path: Path, guesser: Path) -> N
         (tmp_path, "a .parquet file"),
     ):
         with pytest.raises(InputError, match=words):
-            loop.import_into(out, source, Recipe(), None, print)
+            import_into(out, source, Recipe(), None, print)
     assert source.read_bytes() == before
 
 
@@ -101,7 +102,7 @@ def test_a_limit_on_training_problems_is_none_on_held_out_ones(tmp_path: Path) -
     settings = load_recipe(None, ["problems.limit=3", "problems.format=plain"])
     source = ROOT / "data/arithmetic/ood.jsonl"
     for held_out, count in ((False, 3), (True, 200)):
-        report = loop.import_into(None, source, settings, None, lambda _: None, held_out=held_out)
+        report = import_into(None, source, settings, None, lambda _: None, held_out=held_out)
         assert report["problems"] == count
 
 
@@ -135,32 +136,25 @@ def test_wrong_loose_files_are_refused_before_any_is_taken_in(
     tables.write_table("rollouts", tables.frame("rollouts", [loose_rollout("one")]), rollouts)
     tables.write_table("verdicts", tables.frame("verdicts", [verdict("other")]), verdicts)
     with pytest.raises(InputError, match="have no verdict here"):
-        loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)
+        adopt(Step.of(begun, rollouts=rollouts, verdicts=verdicts))
     assert not begun.rollouts(0).exists()
     tables.write_table("verdicts", tables.frame("verdicts", [verdict("one")]), verdicts)
-    loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)
-    loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)  # the same again is fine
+    adopt(Step.of(begun, rollouts=rollouts, verdicts=verdicts))
+    adopt(Step.of(begun, rollouts=rollouts, verdicts=verdicts))  # the same again is fine
     assert begun.rollouts(0).joinpath("part-00000-of-00001.parquet").exists()
     tables.write_table("verdicts", tables.frame("verdicts", [verdict("one")] * 2), verdicts)
     with pytest.raises(InputError, match="is there already and differs"):
-        loop.adopt(begun, 0, rollouts=rollouts, verdicts=verdicts)
-
-
-def test_what_could_not_be_judged_is_said() -> None:
-    said: list[str] = []
-    some = {"rows": 4, "by_status": {"ok": 2, "error": 1, "timeout": 1}}
-    loop._say_unjudged(some, 3, said.append)
-    assert said == ["step 3: of 4 verdicts 1 error, 1 timeout"]
+        adopt(Step.of(begun, rollouts=rollouts, verdicts=verdicts))
 
 
 def test_sampling_does_not_change_within_a_step(begun: RunDir, guesser: Path) -> None:
     warm, cold = recipe(guesser), recipe(guesser, "rollout.temperature=0.5")
-    loop.prepare(begun, cold)  # nothing is sampled yet
+    prepare(begun, cold)  # nothing is sampled yet
     begun.rollouts(0).mkdir(parents=True)
-    loop.prepare(begun, warm)
+    prepare(begun, warm)
     (begun.rollouts(0) / ".part-00000-of-00002.parquet.0123.abcd.rows").touch()  # a killed task's
     with pytest.raises(InputError, match=r"rollout.temperature was 1.0 when step 0 was sampled"):
-        loop.prepare(begun, cold)
+        prepare(begun, cold)
     assert load_recipe(begun.recipe) == warm
     begun.policy(1).mkdir(parents=True)  # step 0 is trained
-    loop.prepare(begun, cold)
+    prepare(begun, cold)

@@ -14,6 +14,7 @@ import pytest
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.rundir import RunDir, infer_step, step_name
+from exgrpo_cli.step import Step
 
 
 def test_layout(tmp_path: Path) -> None:
@@ -25,9 +26,9 @@ def test_layout(tmp_path: Path) -> None:
 
 
 def test_given_paths_win(tmp_path: Path) -> None:
-    run = RunDir(tmp_path, {"rollouts": Path("loose")})
-    assert run.rollouts(3) == Path("loose")
-    assert run.verdicts(3) == tmp_path / "verdicts/step-00003"
+    step = Step.of(RunDir(tmp_path), 3, rollouts=Path("loose"))
+    assert step.rollouts == Path("loose")
+    assert step.verdicts == tmp_path / "verdicts/step-00003"
 
 
 def test_steps_ignore_strangers_and_half_written_files(tmp_path: Path) -> None:

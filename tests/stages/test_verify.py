@@ -62,6 +62,7 @@ def test_a_verdict_for_every_rollout_in_order(tmp_path: Path, problems: Path) ->
         "ok": 9, "no_answer": 3, "no_format": 0, "unparsable": 3, "timeout": 3, "error": 0,
     }  # fmt: skip
     assert result["by_status"] == expected
+    assert result["notes"] == ("of 18 verdicts 3 unparsable, 3 timeout",)
     assert (result["parts_done"], result["parts_skipped"]) == (3, 0)
     # the tower was waited for once, the later parts remember it
     assert 1.0 <= result["seconds"] < 12.0

@@ -288,6 +288,8 @@ def train(
 
     On several GPUs: torchrun --nproc-per-node N -m exgrpo_cli train RUN
     """
+    if trainer is not None and not trainer.is_dir():
+        raise InputError(f"{trainer}: no such trainer state")
     settings = shared.settings(
         run,
         train__learning_rate=learning_rate,

@@ -44,6 +44,7 @@ def _unknown_key(key: str) -> str:
 _GONE: dict[str, tuple[Any, str]] = {
     "rollout.top_p": (1.0, "training rollouts are sampled from the whole distribution"),
     "rollout.enforce_eager": (False, "vLLM compiles where it can"),
+    "curate.sigma_unit": ("count", "curate.sigma is in counts of successes"),
     "objective.replay_ratio_cap": (None, "objective.shaping = ratio bounds the ratio by 1"),
 }
 
