@@ -156,6 +156,7 @@ def test_the_key_is_sent_and_never_said(
         (200, "<html>", "answers as no vLLM does"),
         (200, '{"choices": []}', "answers as no vLLM does"),
         (200, '{"choices": [{"text": "4", "logprobs": null}]}', "answers as no vLLM does"),
+        (200, choice(token_ids=5), "answers as no vLLM does"),
         (200, choice(token_ids=None), "it needs vLLM 0.10.2 or newer"),
         (400, '{"error": {"message": "too long"}}', "refuses a row .status 400: too long."),
     ],

@@ -180,7 +180,11 @@ class ServerEngine:
 
         async def work() -> None:
             for request in todo:  # which all share
-                put(await self._complete(client, request, sampling))
+                try:
+                    put(await self._complete(client, request, sampling))
+                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                    what = f"{type(error).__name__}: {_without_key(str(error))}"
+                    raise InputError(f"{self._url}: answers as no vLLM does ({what})") from error
 
         try:
             async with httpx.AsyncClient(**self._options(None), transport=transport) as client:
