@@ -6,8 +6,9 @@ import functools
 import json
 import os
 import threading
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.recipe import ModelSettings, Recipe
@@ -264,10 +265,97 @@ def load_model(
             use_safetensors=True,
             **options,
         )
-        if base != path:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, path)
     except Exception as error:
         raise InputError(f"{path}: the policy cannot be opened: {first_line(error)}") from error
+    if base != path:
+        model = put_on(model, path)
     return model.to(device).eval()
+
+
+def put_on(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
+    """A model under an adapter, of which every tensor has its place, and every place its tensor.
+
+    peft itself passes over tensors that the model has no place for, and leaves places without
+    tensors as they are: such an adapter would be without effect, in part or whole.
+
+    Args:
+        model: its base, which is changed in place.
+        adapter: a PEFT adapter folder.
+
+    Raises:
+        InputError: the adapter is damaged, or of another model; names the first tensor.
+    """
+    from peft import PeftModel
+
+    there = adapter_tensors(adapter)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what peft warns of is checked below
+            found: Any = PeftModel.from_pretrained(model, adapter)
+    except Exception as error:  # targets or shapes that this model does not have
+        why = " ".join(str(error).split())[:300]
+        raise InputError(f"{adapter}: does not fit its base model: {why}") from error
+    _compare(adapter, there, found)
+    return cast("PreTrainedModel", found)
+
+
+def adapter_tensors(adapter: str) -> dict[str, list[int]]:
+    """The shapes of an adapter's tensors by name, from the head of its file.
+
+    Raises:
+        InputError: no readable safetensors file.
+    """
+    from safetensors import safe_open
+
+    file = Path(adapter) / "adapter_model.safetensors"
+    try:
+        with safe_open(str(file), framework="pt") as reader:
+            return {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises its own kind on a damaged file
+        raise InputError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
+
+
+def check_adapter(adapter: str, settings: ModelSettings) -> None:
+    """Refuse an adapter that its base model has no place for, without loading weights.
+
+    Raises:
+        InputError: see :func:`put_on`.
+    """
+    import torch
+
+    base = adapter_base(adapter)
+    config = load_config(base, settings.trust_remote_code)
+    there = adapter_tensors(adapter)
+    from peft import PeftConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    quiet_transformers()
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            model: Any = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=settings.trust_remote_code
+            )
+            peft_config: Any = PeftConfig.from_pretrained(adapter)
+            peft_config.init_lora_weights = False  # some begin by decomposing the base's weights
+            found: Any = get_peft_model(model, peft_config)
+    except Exception as error:
+        raise InputError(f"{adapter}: does not fit its base model: {first_line(error)}") from error
+    _compare(adapter, there, found)
+
+
+def _compare(adapter: str, there: dict[str, list[int]], model: Any) -> None:
+    """That an adapter's tensors are those that the model under it takes, in name and shape."""
+    from peft import get_peft_model_state_dict
+
+    places = get_peft_model_state_dict(model, save_embedding_layers=False)
+    # An adapter on embedding or head may hold their own weights too (peft's save_embedding_layers).
+    strange = there.keys() - places.keys() - model.state_dict().keys()
+    other = {n for n, shape in there.items() if n in places and list(places[n].shape) != shape}
+    for names, which, what in (
+        (strange, "the adapter's", "has no counterpart"),
+        (places.keys() - there.keys(), "the base model's", "has no counterpart"),
+        (other, "the adapter's", "has another shape than the base model asks for"),
+    ):
+        if names:
+            raise InputError(f"{adapter}: does not fit its base model: {which} {min(names)} {what}")

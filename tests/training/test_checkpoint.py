@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import TrainSettings
+from exgrpo_cli.training import policy
 from exgrpo_cli.training import trainer_state as checkpoint
 from exgrpo_cli.training.update import make_optimizer
 from making import qwen
@@ -103,14 +104,14 @@ def test_a_saved_policy_is_a_plain_folder(tmp_path, dtype, tied):
     model.generation_config.eos_token_id = [3, 4]
     source = tokenizer_folder(tmp_path / "source")
     out = tmp_path / "policy" / "step-00001"
-    checkpoint.save_policy(model, str(source), out, dtype)
+    policy.save_policy(model, str(source), out, dtype)
 
     names = {p.name for p in out.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not [n for n in names if n.endswith((".bin", ".pt", ".pkl", ".pth"))]
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == str(dtype).removeprefix("torch.")
-    assert checkpoint.saved_dtype(str(out)) == dtype
+    assert policy.saved_dtype(str(out)) == dtype
     assert ("lm_head.weight" in load_file(out / "model.safetensors")) != tied
     opened = AutoModelForCausalLM.from_pretrained(out)
     assert opened.dtype == dtype
@@ -128,7 +129,7 @@ def test_a_contradictory_generation_config_does_not_stop_a_save(tmp_path):
     model.generation_config.eos_token_id = 7
     with pytest.raises(ValueError, match="temperature"):
         model.generation_config.validate(strict=True)
-    checkpoint.save_policy(model, str(tmp_path), tmp_path / "out", torch.float32)
+    policy.save_policy(model, str(tmp_path), tmp_path / "out", torch.float32)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert opened.generation_config.eos_token_id == 7
 
@@ -137,7 +138,7 @@ def test_an_adapter_opens_in_peft_and_names_its_base_absolutely(tmp_path, monkey
     from peft import LoraConfig, PeftModel, get_peft_model
 
     monkeypatch.chdir(tmp_path)
-    checkpoint.save_policy(
+    policy.save_policy(
         tiny(), str(tokenizer_folder(tmp_path / "t")), tmp_path / "base", torch.float32
     )
     model = AutoModelForCausalLM.from_pretrained("base")
@@ -146,11 +147,11 @@ def test_an_adapter_opens_in_peft_and_names_its_base_absolutely(tmp_path, monkey
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    checkpoint.save_policy(model, "base", tmp_path / "adapter", torch.float32)
+    policy.save_policy(model, "base", tmp_path / "adapter", torch.float32)
 
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
-    assert checkpoint.saved_dtype(str(tmp_path / "adapter")) == torch.float32
+    assert policy.saved_dtype(str(tmp_path / "adapter")) == torch.float32
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter")("abc")["input_ids"] == [0, 1, 2]
     monkeypatch.chdir("/")
     opened = PeftModel.from_pretrained(
@@ -169,7 +170,7 @@ def test_state_comes_back_bit_for_bit(tmp_path, dtype):
     model = tiny()
     optimizer = trained(model)
     masters = dtype != torch.float32
-    checkpoint.save_policy(model, str(tmp_path), tmp_path / "policy", dtype)
+    policy.save_policy(model, str(tmp_path), tmp_path / "policy", dtype)
     save(tmp_path / "trainer", model, optimizer, masters=masters)
     assert (tmp_path / "trainer" / "masters.safetensors").exists() == masters
     want = one_more(model, optimizer)

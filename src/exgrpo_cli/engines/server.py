@@ -25,7 +25,7 @@ from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.engines.entropy import topk_entropy
 from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
 from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.models import adapter_base, check_policy, is_adapter, load_config
+from exgrpo_cli.models import adapter_base, check_adapter, check_policy, is_adapter, load_config
 from exgrpo_cli.recipe import Recipe
 
 _IN_FLIGHT = 512  # a connection each: more than servers batch by default, fewer than files allowed
@@ -78,6 +78,8 @@ class ServerEngine:
             InputError: it has another one, or takes shorter rows than the recipe asks for.
         """
         check_policy(policy)
+        if is_adapter(policy):
+            check_adapter(policy, self._recipe.model)
         base = adapter_base(policy) if is_adapter(policy) else policy
         cards = self._cards()
         card = next((c for c in cards if _serves(c, policy)), None)
@@ -178,7 +180,11 @@ class ServerEngine:
 
         async def work() -> None:
             for request in todo:  # which all share
-                put(await self._complete(client, request, sampling))
+                try:
+                    put(await self._complete(client, request, sampling))
+                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                    what = f"{type(error).__name__}: {_without_key(str(error))}"
+                    raise InputError(f"{self._url}: answers as no vLLM does ({what})") from error
 
         try:
             async with httpx.AsyncClient(**self._options(None), transport=transport) as client:

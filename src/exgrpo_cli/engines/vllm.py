@@ -23,7 +23,7 @@ from exgrpo_cli.engines.entropy import topk_entropy
 from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
 from exgrpo_cli.engines.output import explained, heard
 from exgrpo_cli.errors import InputError, StageError, first_line
-from exgrpo_cli.models import adapter_base, check_policy, is_adapter, resolve_dtype
+from exgrpo_cli.models import adapter_base, check_adapter, check_policy, is_adapter, resolve_dtype
 from exgrpo_cli.recipe import Recipe
 
 # Ranks that vLLM has LoRA kernels for.
@@ -54,6 +54,8 @@ class VllmEngine:
 
     def _start(self, policy: str) -> None:
         check_policy(policy)
+        if is_adapter(policy):
+            check_adapter(policy, self._recipe.model)
         # Its warnings are many, and tell of what is meant so (no tokenizer, eager, float32).
         wanted = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -135,6 +137,8 @@ class VllmEngine:
             InputError: the policy cannot be opened.
         """
         check_policy(policy)
+        if is_adapter(policy):
+            check_adapter(policy, self._recipe.model)
         if is_adapter(policy) and self._lora_rank < _lora_rank(policy, 1):
             self.close()
             self._start(policy)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_OURS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
 def render_prompt(
@@ -26,10 +29,11 @@ def render_prompt(
     Args:
         prompt: messages with ``role`` and ``content``.
         tokenizer: the policy's.
-        settings: template, plain_template, system and replace_system.
+        settings: template, chat_template_kwargs, plain_template, system and replace_system.
 
     Raises:
-        InputError: no user message, or the template refuses the chat.
+        InputError: no user message, or the template refuses the chat or does not know a key of
+            chat_template_kwargs.
     """
     messages = [
         {"role": m["role"], "content": m["content"]}
@@ -38,10 +42,19 @@ def render_prompt(
     ]
     if settings.system and not any(m["role"] == "system" for m in messages):
         messages.insert(0, {"role": "system", "content": settings.system})
-    if settings.template == "auto" and tokenizer.chat_template:
+    templated = settings.template == "auto" and tokenizer.chat_template
+    more: dict[str, Any] = settings.chat_template_kwargs
+    for key in more:  # what a template does not know it passes over in silence
+        if not templated or not _knows(tokenizer, key):
+            raise InputError(
+                f"model.chat_template_kwargs: {key} is nothing that this prompt's template knows"
+                if templated
+                else f"model.chat_template_kwargs: {key} is for a chat template, and none is used"
+            )
+    if templated:
         try:
             ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **more
             )
         except Exception as error:
             raise InputError(f"the chat template refuses a prompt: {error}") from error
@@ -52,3 +65,9 @@ def render_prompt(
     system = "".join(m["content"] + "\n\n" for m in messages if m["role"] == "system")
     text = system + settings.plain_template.replace("{prompt}", users[-1])
     return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _knows(tokenizer: Any, key: str) -> bool:
+    """Whether a chat template reads a variable of this name."""
+    template = tokenizer.get_chat_template()
+    return bool(re.search(rf"\b{re.escape(key)}\b", template)) and key not in _OURS

@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 from exgrpo_cli.recipe.settings import Recipe, Section
@@ -33,6 +33,8 @@ def _kind(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_kind(one) for one in arguments if one is not type(None))
+    if annotation is JsonValue:
+        return "any value"
     if origin is dict:
         return f"table of {_kind(arguments[1])}"
     if origin is list:

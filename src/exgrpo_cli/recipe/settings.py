@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -36,6 +36,11 @@ class ModelSettings(Section):
         "{prompt}",
         pattern=r"\{prompt\}",
         description="prompt of a model without chat template; {prompt} is the question",
+    )
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        {},
+        description="what the tokenizer's chat template is told besides, such as"
+        " {enable_thinking = false} for Qwen3",
     )
     system: str = Field("", description="system message put before each prompt that has none")
     replace_system: bool = Field(
@@ -72,7 +77,10 @@ class RolloutSettings(Section):
         description="auto: vLLM where it is installed, else transformers; server: a running"
         " vllm serve at rollout.url",
     )
-    url: str = Field("", description="of engine = server, such as http://node7:8000")
+    url: str = Field(
+        "",
+        description="of engine = server, such as http://node7:8000; a key: VLLM_API_KEY",
+    )
     samples: int = Field(8, ge=1, description="K, rollouts a question")
     temperature: float = Field(
         1.0, gt=0.0, description="sampling temperature; training rollouts are never greedy"
@@ -330,6 +338,11 @@ class Recipe(Section):
         train = self.train
         if train.schedule != "constant" and train.min_learning_rate > train.learning_rate:
             raise ValueError("train.min_learning_rate is above train.learning_rate")
+        if set(self.rollout.url) & set("@?#"):  # here, as a field's own error would print it
+            raise ValueError(
+                "rollout.url holds more than http://HOST:PORT; it is written into recipe.toml, so"
+                " a key belongs into the environment: VLLM_API_KEY"
+            )
         return self
 
     @property

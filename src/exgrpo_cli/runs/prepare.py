@@ -24,7 +24,8 @@ from exgrpo_cli.step import Step
 
 SAMPLED_BY = (
     "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
-    "model.template", "model.plain_template", "model.system", "model.replace_system",
+    "model.template", "model.chat_template_kwargs", "model.plain_template", "model.system",
+    "model.replace_system",
 )  # fmt: skip
 """Settings that a step's rollouts have in common, and that what is made from them counts on."""
 

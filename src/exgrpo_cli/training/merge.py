@@ -65,13 +65,14 @@ def merge(
 
     import torch
 
-    from exgrpo_cli.models import dtype_named, load_model
+    from exgrpo_cli.models import adapter_tensors, dtype_named, load_model, put_on
     from exgrpo_cli.training.policy import save_policy, saved_dtype
 
     say(f"merge: opening {base} on the CPU, in float32")
     plain: Any = load_model(base, opened, torch.device("cpu"), torch.float32)
     kind = saved_dtype(base, opened.trust_remote_code) if dtype == "auto" else dtype_named(dtype)
-    model, adapted = _put_on(plain, adapter)
+    model: Any = put_on(plain, str(adapter)).eval()
+    adapted = sum(".lora_A." in n or "lora_embedding_A" in n for n in adapter_tensors(str(adapter)))
     say(f"merge: merging {adapted} adapted weights of {adapter}")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied embeddings; what comes of them is seen below
@@ -141,38 +142,6 @@ def _check_paths(adapter: Path, base: str, out: Path, force: bool) -> None:
         raise InputError(f"{out}: is a file; the merged model is a folder")
     if out.exists() and not force:
         raise InputError(f"{out}: exists already; choose another folder, or replace it: --force")
-
-
-def _put_on(plain: Any, adapter: Path) -> tuple[Any, int]:
-    """The model under its adapter, and how many weights that changes.
-
-    peft passes over weights that the model has no place for, and leaves modules without weights as
-    they are; here both mean that the base is another model.
-    """
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    file = adapter / "adapter_model.safetensors"
-    try:
-        with safe_open(str(file), framework="pt") as reader:
-            there = set(reader.keys())
-    except Exception as error:  # safetensors raises its own kind on a damaged file
-        raise InputError(f"{file}: not a readable safetensors file: {first_line(error)}") from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what peft warns of is checked below
-            model = PeftModel.from_pretrained(plain, str(adapter))
-    except Exception as error:  # targets or shapes that this model does not have
-        raise InputError(f"{adapter}: does not fit its base model: {first_line(error)}") from error
-    ours = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    # An adapter on embedding or head may hold their own weights too (peft's save_embedding_layers).
-    strange = there - ours - set(model.state_dict())
-    for keys, which in ((strange, "the adapter's"), (ours - there, "the base model's")):
-        if keys:
-            raise InputError(
-                f"{adapter}: does not fit its base model: {which} {min(keys)} has no counterpart"
-            )
-    return model.eval(), sum(".lora_A." in key or "lora_embedding_A" in key for key in ours)
 
 
 def _logits(model: Any) -> torch.Tensor:
