@@ -118,9 +118,6 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "as_json": (JsonOption, False),
 }
 
-# Stages of a run must agree on them.
-_SAMPLED_BY = ("seed", "rollout.temperature", "rollout.samples", "rollout.max_new_tokens")
-
 
 @dataclass(frozen=True)
 class Shared:
@@ -145,7 +142,7 @@ class Shared:
             InputError: see :func:`exgrpo_cli.recipe.load_recipe`; a stage's sampling is not the
                 run's.
         """
-        from exgrpo_cli.recipe import differences, load_recipe, to_toml
+        from exgrpo_cli.recipe import SAMPLED_BY, differences, load_recipe, to_toml
         from exgrpo_cli.rundir import RunDir
 
         own = None if run is None else _own_recipe(RunDir(run), needed=self.recipe is None)
@@ -153,7 +150,7 @@ class Shared:
         settings = load_recipe(self.recipe or own, self.sets or (), dotted)
         if stage and own is not None:
             for key, (kept, given) in differences(load_recipe(own), settings).items():
-                if key in _SAMPLED_BY:
+                if key in (*SAMPLED_BY, "rollout.samples"):
                     raise InputError(
                         f"{key} = {given!r} differs from {own} ({kept!r}), which the other stages"
                         f" go by; change it there: exgrpo init {run} --set {key}={given}"

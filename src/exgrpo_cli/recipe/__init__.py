@@ -12,6 +12,7 @@ from exgrpo_cli.recipe.load import (
     with_absolute_paths,
 )
 from exgrpo_cli.recipe.settings import (
+    SAMPLED_BY,
     CurateSettings,
     ModelSettings,
     ObjectiveSettings,
@@ -23,6 +24,7 @@ from exgrpo_cli.recipe.settings import (
 )
 
 __all__ = [
+    "SAMPLED_BY",
     "CurateSettings",
     "ModelSettings",
     "ObjectiveSettings",

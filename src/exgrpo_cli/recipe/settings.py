@@ -355,3 +355,11 @@ class Recipe(Section):
         """How many tokens the engine's entropies are estimated from; none where score follows."""
         given = self.rollout.entropy_top_k
         return given if given is not None else 0 if self.score.enabled else 8
+
+
+SAMPLED_BY = (
+    "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
+    "model.template", "model.chat_template_kwargs", "model.plain_template", "model.system",
+    "model.replace_system",
+)  # fmt: skip
+"""Settings that a step's rollouts have in common, and that what is made from them counts on."""

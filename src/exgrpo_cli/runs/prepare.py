@@ -11,6 +11,7 @@ from exgrpo_cli.engines import engine_count
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import (
+    SAMPLED_BY,
     ProblemSettings,
     Recipe,
     differences,
@@ -21,13 +22,6 @@ from exgrpo_cli.recipe import (
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
 from exgrpo_cli.step import Step
-
-SAMPLED_BY = (
-    "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
-    "model.template", "model.chat_template_kwargs", "model.plain_template", "model.system",
-    "model.replace_system",
-)  # fmt: skip
-"""Settings that a step's rollouts have in common, and that what is made from them counts on."""
 
 
 def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:

@@ -241,14 +241,9 @@ def judge(answer: str, extracted: str, explain: bool = False, whole: bool = Fals
     if not gold:
         return Verdict("unparsable", why="the gold answer is empty")
     correct = bool(found) and _equal(gold, found)
-    return Verdict(
-        "ok",
-        reward=float(correct),
-        correct=correct,
-        why="equal to the gold answer" if correct else "not equal to the gold answer",
-        parsed_answer=show(gold) if explain else None,
-        parsed_extracted=show(found) if explain else None,
-    )
+    if not explain:
+        return math_verify.judged(correct)
+    return math_verify.judged(correct, show(gold), show(found))
 
 
 def check_gold(answer: str) -> str | None:

@@ -36,13 +36,18 @@ def judge(answer: str, extracted: str, explain: bool = False, whole: bool = Fals
     if not any(str(item).strip() for item in gold):
         return Verdict("unparsable", why="math-verify cannot read the gold answer")
     correct = bool(found) and bool(verify(gold, found, timeout_seconds=None))
+    return judged(correct, show(gold), show(found)) if explain else judged(correct)
+
+
+def judged(correct: bool, gold: str | None = None, found: str | None = None) -> Verdict:
+    """The verdict of a comparison, and how both sides were read."""
     return Verdict(
         "ok",
         reward=float(correct),
         correct=correct,
         why="equal to the gold answer" if correct else "not equal to the gold answer",
-        parsed_answer=show(gold) if explain else None,
-        parsed_extracted=show(found) if explain else None,
+        parsed_answer=gold,
+        parsed_extracted=found,
     )
 
 
