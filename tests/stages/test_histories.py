@@ -60,10 +60,12 @@ class Reference:
         current = max(self.epoch.values(), default=0)
         solved_rows = all_rows = 0
         away = {q for q, _ in groups if self.away(q, step)}
+        stored = {q for q, held in self.pool.items() if held}
+        retired_before = set(self.retired)
         full = {q for (q, _), g in groups.items() if all(r["correct"] for r in g)}
         for problem, role in sorted(groups, key=lambda key: (key[1] == "fresh", key[0])):
             members = sorted(groups[problem, role], key=lambda r: r["sample"])
-            extra = int(role == "replay")
+            extra = int(role == "replay" and problem in stored)
             right = [r for r in members if r["correct"]]
             solved_rows += len(right) + extra
             all_rows += len(members) + extra
@@ -72,7 +74,8 @@ class Reference:
                 self.replayed[problem] += 1
             else:
                 seen = self.epoch.get(problem)
-                self.epoch[problem] = current if seen is None or seen < current else current + 1
+                due = current if seen is None else seen + 1
+                self.epoch[problem] = max(due, current) if problem in retired_before else due
             if problem in away:
                 continue
             if problem in full:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.experience.database import connect, fill, reading, run_sql, spill_of, sql_text
-from exgrpo_cli.experience.history import read_scored
+from exgrpo_cli.experience.history import StepFiles, read_scored, read_unsampled
 from exgrpo_cli.experience.plan import require_plan
 from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.rundir import RunDir
@@ -21,20 +21,28 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-def choose(experience: Experience, step: int, replay_scores: Sequence[Path]) -> None:
+def choose(experience: Experience, step: int, files: StepFiles | None) -> None:
     """What the replay questions of ``planned`` replay, into ``chosen``.
 
     Args:
         experience: as it stands before the step.
         step: t.
-        replay_scores: of the candidates under the step's policy; none where they were not scored.
+        files: of the step, with the candidates' scores under its policy where they were scored;
+            None where nothing of it was sampled yet.
     """
-    read_scored(experience.con, replay_scores, step)
+    con = experience.con
+    read_scored(con, files.replay_scores if files else [], step)
+    fill(con, "unsampled")
+    if files and experience.recipe.rollout.samples > 1:
+        read_unsampled(con, files)
     experience.sql("choose", step=step)
 
 
-def write_curated(experience: Experience, step: int) -> None:
+def write_curated(experience: Experience, step: int) -> list[int]:
     """Write ``curated/step``: the chosen trajectories whole, or an empty table.
+
+    Returns:
+        The steps that collected those whose log-probabilities are the engine's.
 
     Raises:
         InputError: the rollouts or scores that hold them are gone, damaged or made anew.
@@ -45,7 +53,7 @@ def write_curated(experience: Experience, step: int) -> None:
     ).fetchall()
     if not chosen:
         tables.write_table("curated", tables.frame("curated", []), run.curated(step))
-        return
+        return []
     _fetch(con, run.root, [(rollout, part) for rollout, part, _, _ in chosen])
     fill(con, "collected")
     scored = {rollout: (part, at) for rollout, part, at, policy in chosen if policy is not None}
@@ -72,6 +80,8 @@ def write_curated(experience: Experience, step: int) -> None:
         )
     query = sql_text("curated").rstrip().rstrip(";").replace("$step", str(int(step)))
     write_query(con, query, run.curated(step))
+    found = {row[0] for row in con.execute("SELECT rollout_id FROM collected").fetchall()}
+    return [at for rollout, _, at, _ in chosen if rollout not in found]
 
 
 def replay_candidates(run: RunDir, step: int) -> pl.DataFrame:

@@ -20,6 +20,7 @@ MEMORY_LIMIT = "1GB"
 
 _WORKING = {
     "planned": "problem_id VARCHAR, role VARCHAR",
+    "unsampled": "problem_id VARCHAR",
     "scored": "rollout_id VARCHAR, policy VARCHAR, mean_entropy FLOAT, mean_logprob FLOAT",
     "collected": "rollout_id VARCHAR, logprobs FLOAT[]",
     "problems": "problem_id VARCHAR",

@@ -101,6 +101,14 @@ def read_plan(con: duckdb.DuckDBPyConnection, plan: Path | None) -> None:
         fill_from(con, "planned", "plan", plan, _COLUMNS["plan"])
 
 
+def read_unsampled(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
+    """A step's planned replay questions without rollouts (their prompts have become too long)
+    into the working table ``unsampled``."""
+    if files.plan is not None:
+        with reading(*(("rollouts", path, ["problem_id", "role"]) for path in files.rollouts)):
+            run_sql(con, "unsampled", plan=literal([files.plan]), rollouts=literal(files.rollouts))
+
+
 def read_scored(con: duckdb.DuckDBPyConnection, scores: Sequence[Path], step: int) -> None:
     """Mean entropies from a step's scores into the working table ``scored``."""
     fill(con, "scored")

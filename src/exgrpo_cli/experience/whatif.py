@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,22 +69,22 @@ def choices(run: RunDir, recipe: Recipe, log: Log = quiet) -> Iterator[Choice]:
             except InputError as error:
                 if step < steps[-1]:
                     raise
-                yield _choice(experience, step, [])
+                yield _choice(experience, step, None)
                 log(f"step {step} is planned, but not taken in: {error}")
                 return
-            yield _choice(experience, step, files.replay_scores)
+            yield _choice(experience, step, files)
             experience.take_in(files)
         if steps:
-            yield _choice(experience, steps[-1] + 1, [])
+            yield _choice(experience, steps[-1] + 1, None)
 
 
-def _choice(experience: Experience, step: int, replay_scores: Sequence[Path]) -> Choice:
+def _choice(experience: Experience, step: int, files: StepFiles | None) -> Choice:
     """The plan and the choice of a step."""
     con = experience.con
     plan, _ = draw_plan(experience, step)
     rows = plan.select("problem_id", "role").rows()
     fill(con, "planned", rows)
-    choose(experience, step, replay_scores)
+    choose(experience, step, files)
     chosen = con.execute(
         "SELECT problem_id, rollout_id, collected_step, mean_entropy, stale, bucket FROM chosen"
     )

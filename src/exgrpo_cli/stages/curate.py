@@ -15,6 +15,7 @@ from exgrpo_cli.experience.plan import all_retired, check_plan, draw_plan, requi
 from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.step import Result, Step
 
 
@@ -79,15 +80,15 @@ def curate(
         experience.derive(t - 1)
 
         read_plan(experience.con, plan)
-        choose(experience, t, files.replay_scores)
+        choose(experience, t, files)
         experience.take_in(files)
         _refuse_unjudged(experience, step)
         next_plan, epoch = draw_plan(experience, t + 1)
 
         metrics = _metrics(experience, t)
-        _say_unanswered(experience, note)
+        _say_of_choice(experience, note)
         if force or not (run.policy(t + 1).exists() and run.curated(t).exists()):
-            write_curated(experience, t)
+            _say_of_engine(run, write_curated(experience, t), note)
         else:
             note(f"{run.curated(t)} is left as it is: step {t} was trained on it")
             metrics = _with_replay_of(recorded_metrics(run, t), metrics)
@@ -135,16 +136,45 @@ def _refuse_unjudged(experience: Experience, step: Step) -> None:
         )
 
 
-def _say_unanswered(experience: Experience, note: Log) -> None:
-    """Planned replay questions that have nothing to replay."""
-    count, first = experience.con.execute(
+def _say_of_choice(experience: Experience, note: Log) -> None:
+    """Planned replay questions that have nothing to replay, and choices by other policies."""
+    con = experience.con
+    count, first = con.execute("SELECT count(*), min(problem_id) FROM unsampled").fetchall()[0]
+    if count:
+        note(
+            f"{count} planned replay questions were not sampled (the first is {first}; are their"
+            " prompts longer than rollout.max_prompt_tokens?); nothing is replayed of them"
+        )
+    stale, scored = con.execute(
+        "SELECT sum(unscored), sum(candidates) FROM chosen"
+        " HAVING sum(unscored) < sum(candidates) AND sum(unscored) > 0"
+    ).fetchone() or (0, 0)
+    if stale:
+        note(
+            f"{stale} of {scored} replay candidates were not scored under the step's policy; those"
+            f" that were come first. To score all: exgrpo score {experience.run.root}"
+        )
+    count, first = con.execute(
         "SELECT count(*), min(problem_id) FROM planned"
         " WHERE role = 'replay' AND problem_id NOT IN (SELECT problem_id FROM chosen)"
+        " AND problem_id NOT IN (SELECT problem_id FROM unsampled)"
     ).fetchall()[0]
     if count:
         note(
             f"{count} planned replay questions have no stored success (the first is {first});"
             " their groups are trained without one"
+        )
+
+
+def _say_of_engine(run: RunDir, collected: list[int], note: Log) -> None:
+    """Replayed trajectories whose exact log-probabilities are gone, or were never made, in a run
+    that scores."""
+    if collected and run.steps("scores"):
+        steps = ", ".join(str(step) for step in sorted(set(collected))[:5])
+        note(
+            f"{len(collected)} replayed trajectories have no scores of the step that collected them"
+            f" (steps {steps}{', ...' if len(set(collected)) > 5 else ''}): pi_past is the rollout"
+            " engine's"
         )
 
 
@@ -164,7 +194,7 @@ def _with_replay_of(recorded: Mapping[str, Any] | None, new: dict[str, Any]) -> 
 
 def _summarise(step: int, metrics: Mapping[str, Any], log: Log) -> None:
     log(
-        f"step {step}: success {metrics['success_rate']:.3f};"
+        f"step {step}: success {metrics['success_rate_fresh']:.3f};"
         f" pool {metrics['pool/trajectories']} trajectories of {metrics['pool/questions']}"
         f" questions, {metrics['pool/retired']} retired; replays {metrics['replay/questions']}"
     )

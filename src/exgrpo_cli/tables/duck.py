@@ -44,7 +44,11 @@ def literal(files: Iterable[Path]) -> list[str]:
 
 
 # Ids and hashes are all different: trying a dictionary of them took most of the time of writing.
-_PARQUET = "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000"
+# atomic_path has a temporary file already; DuckDB's own would stay after a kill.
+_PARQUET = (
+    "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000,"
+    " USE_TMP_FILE false"
+)
 
 
 def write_query(con: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:

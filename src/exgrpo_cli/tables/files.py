@@ -45,7 +45,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 def _remove_abandoned(path: Path) -> None:
     """What killed writers of the same file have left beside it; others may be at work on it now."""
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+    pattern = f".{glob.escape(path.name)}.*.tmp"
+    # tmp_: DuckDB's own, of earlier versions
+    for stale in (*path.parent.glob(pattern), *path.parent.glob(f"tmp_{pattern}")):
         with contextlib.suppress(OSError):
             if time.time() - stale.stat().st_mtime > _ABANDONED_SECONDS:
                 stale.unlink()

@@ -2,6 +2,7 @@
 --
 -- in   experience        as it stood before the step, and questions too
 --      planned           (problem_id, role): the step's plan
+--      unsampled         (problem_id): replay questions that the rollout stage left out
 --      scored            (rollout_id, policy, mean_entropy, mean_logprob): candidates under the
 --                        current policy; empty where no scores were made
 --      $selection        lowest_entropy, highest_entropy, lowest_perplexity, random or newest
@@ -27,17 +28,21 @@ WITH candidates AS (
     FROM experience AS e
     SEMI JOIN (SELECT problem_id FROM planned WHERE role = 'replay') AS p
         ON p.problem_id = e.problem_id
+    ANTI JOIN unsampled AS u ON u.problem_id = e.problem_id
     LEFT JOIN scored AS s ON s.rollout_id = e.rollout_id
 ),
 ranked AS (
     SELECT
         *,
         row_number() OVER best AS rank,
-        count(*) OVER (PARTITION BY problem_id) AS candidates
+        count(*) OVER (PARTITION BY problem_id) AS candidates,
+        count(*) FILTER (WHERE stale) OVER (PARTITION BY problem_id) AS unscored
     FROM candidates
     WINDOW best AS (
         PARTITION BY problem_id
         ORDER BY
+            -- An entropy of another policy says nothing beside one of the step's own.
+            CASE WHEN $selection NOT IN ('random', 'newest') THEN stale END,
             CASE $selection
                 WHEN 'lowest_entropy' THEN mean_entropy
                 WHEN 'highest_entropy' THEN -mean_entropy
@@ -65,7 +70,8 @@ SELECT
     CASE WHEN $count_replayed THEN q.successes ELSE q.fresh_successes END AS successes,
     CASE WHEN $count_replayed THEN q.attempts ELSE q.fresh_attempts END AS attempts,
     CAST(c.rank AS INTEGER) AS rank,
-    CAST(c.candidates AS INTEGER) AS candidates
+    CAST(c.candidates AS INTEGER) AS candidates,
+    CAST(c.unscored AS INTEGER) AS unscored -- of the candidates: not under the current policy
 FROM ranked AS c
 LEFT JOIN questions AS q ON q.problem_id = c.problem_id
 WHERE c.rank = 1

@@ -11,12 +11,14 @@ WITH sampled AS (
         avg(reward) FILTER (WHERE role = 'replay') AS replay_reward,
         avg(tokens) AS tokens,
         avg(CAST(finish_reason = 'length' AS INTEGER)) AS truncated,
-        avg(CAST(status = 'no_answer' AS INTEGER)) AS no_answer
+        avg(CAST(status = 'no_answer' AS INTEGER)) AS no_answer,
+        avg(CAST(status = 'no_format' AS INTEGER)) AS no_format
     FROM step_rows
 ),
 solve AS (
     SELECT
         sum(successes) / sum(attempts) AS rate, -- the replayed rows counted
+        sum(fresh_successes) / sum(fresh_attempts) AS fresh_rate,
         avg(CAST(fresh_successes = 0 AS INTEGER)) AS none,
         avg(CAST(fresh_successes = fresh_attempts AS INTEGER)) AS all_of_it
     FROM step_groups
@@ -56,9 +58,11 @@ SELECT
     sampled.fresh_reward AS "reward/fresh_mean",
     sampled.replay_reward AS "reward/replay_mean",
     coalesce(solve.rate, 0) AS "success_rate",
+    coalesce(solve.fresh_rate, 0) AS "success_rate_fresh",
     sampled.tokens AS "rollout/tokens_mean",
     sampled.truncated AS "rollout/truncated_share",
     sampled.no_answer AS "rollout/no_answer_share",
+    sampled.no_format AS "rollout/no_format_share",
     solve.none AS "solve/none",
     solve.all_of_it AS "solve/all",
     held.questions AS "pool/questions",

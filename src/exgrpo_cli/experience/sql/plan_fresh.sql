@@ -14,10 +14,12 @@ WITH epochs AS (
 due AS (
     SELECT
         p.problem_id,
-        -- A question that had its turn in the current epoch is due in the next.
+        -- Due in the epoch after that of its last turn, also where that epoch ended while it was
+        -- replayed; one that was away, retired, goes on with the others. As in take_in.sql.
         CASE
-            WHEN q.epoch IS NULL OR q.epoch < epochs.current THEN epochs.current
-            ELSE epochs.current + 1
+            WHEN q.epoch IS NULL THEN epochs.current
+            WHEN q.retired_step IS NOT NULL THEN greatest(q.epoch + 1, epochs.current)
+            ELSE q.epoch + 1
         END AS epoch
     FROM problems AS p
     LEFT JOIN questions AS q ON q.problem_id = p.problem_id

@@ -1,6 +1,6 @@
 -- The groups of one step: the rows of one question in one role, and what becomes of them.
 --
--- in   step_rows, questions (as they stood before the step)
+-- in   step_rows, questions and experience (as they stood before the step)
 --      planned           (problem_id, role): the step's plan; empty where none is kept
 --      $step             t
 --      $lower, $upper    a group is stored when lower < k <= upper; upper null: however often
@@ -21,8 +21,11 @@ WITH sampled AS (
         role,
         CAST(count(*) FILTER (WHERE correct) AS INTEGER) AS fresh_successes,
         CAST(count(*) AS INTEGER) AS fresh_attempts,
-        -- The replayed trajectory is sample 0 of its group and not among the rollouts.
-        CAST(role = 'replay' AS INTEGER) AS replayed
+        -- The replayed trajectory is sample 0 of its group and not among the rollouts; a question
+        -- whose trajectories have left the pool since it was planned has none.
+        CAST(
+            role = 'replay' AND problem_id IN (SELECT problem_id FROM experience) AS INTEGER
+        ) AS replayed
     FROM step_rows
     GROUP BY problem_id, role
     UNION ALL

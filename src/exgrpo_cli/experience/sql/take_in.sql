@@ -48,7 +48,8 @@ counts AS (
         CASE WHEN s.solved THEN NULL WHEN s.stores THEN s.fresh_attempts ELSE q.fresh_attempts
         END AS fresh_attempts,
         coalesce(q.times_replayed, 0) AS times_replayed,
-        q.epoch
+        q.epoch,
+        q.retired_step IS NOT NULL AS was_retired
     FROM step_questions AS s
     LEFT JOIN questions AS q ON q.problem_id = s.problem_id
 )
@@ -67,11 +68,12 @@ SELECT
     $step AS last_step,
     times_replayed + CAST(replayed AS INTEGER) AS times_replayed,
     retired_step,
-    -- Each question is drawn fresh once an epoch: one that had its turn was drawn in the next.
+    -- Each question is drawn fresh once an epoch. As in plan_fresh.sql.
     CASE
         WHEN NOT fresh THEN epoch
-        WHEN epoch IS NULL OR epoch < epochs.current THEN epochs.current
-        ELSE epochs.current + 1
+        WHEN epoch IS NULL THEN epochs.current
+        WHEN was_retired THEN greatest(epoch + 1, epochs.current)
+        ELSE epoch + 1
     END AS epoch
 FROM (
     SELECT
