@@ -43,8 +43,12 @@ def literal(files: Iterable[Path]) -> list[str]:
     return sorted(literal_path(file.absolute()) for file in files)
 
 
-# Ids and hashes are all different: trying a dictionary of them took most of the time of writing.
-_PARQUET = "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000"
+# Ids and hashes are all different: trying a dictionary of them took most of the time of writing. A
+# temporary file of DuckDB's own, beside ours, would stay after a kill.
+_PARQUET = (
+    "FORMAT parquet, COMPRESSION zstd, COMPRESSION_LEVEL 1, DICTIONARY_SIZE_LIMIT 1000,"
+    " USE_TMP_FILE false"
+)
 
 
 def write_query(con: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
