@@ -2,13 +2,14 @@
 
     python tests/soak.py --kills 200 [--seed 0] [--keep FOLDER]
 
-Three ways, each on a tiny policy, and each compared with an undisturbed run: every table row for
+Several ways, each on a tiny policy, and each compared with an undisturbed run: every table row for
 row, every weight and optimizer tensor to the bit.
 
 - ``points``: ``exgrpo run`` dies right before each call that changes its files' names or waits for
   the disk (rename, unlink, fsync, ...), each one once.
 - ``times``: ``exgrpo run`` is killed at random times, by SIGKILL or SIGTERM.
 - ``shards``: the stages by hand, in several processes at once that are killed at random.
+- ``back``: a step is trained again, and then sampled again, by commands that die as in ``points``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -63,13 +65,30 @@ _PRELOADED = [
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Deadly:
+    """How a process is to die by itself."""
+
+    passed: Path
+    """The file of the points that were met already."""
+    chance: float = 1.0
+    """The share of points that are deadly."""
+
+
 class Process:
-    """``exgrpo`` in a session of its own, forked from a server that has imported torch already."""
+    """``exgrpo`` in a session of its own, forked from a server that has imported torch already.
+
+    Args:
+        words: the command line.
+        log: gets what it says.
+        deadly: it kills itself, see :func:`_die_at_new_points`.
+        limit: the size in bytes that none of its files can exceed.
+    """
 
     _context: Any = None
 
     def __init__(
-        self, words: Sequence[object], log: Path, points: tuple[str, float] | None = None
+        self, words: Sequence[object], log: Path, deadly: Deadly | None = None, limit: int = 0
     ) -> None:
         if Process._context is None:
             Process._context = multiprocessing.get_context("forkserver")
@@ -77,7 +96,7 @@ class Process:
         self.log = log
         self.words = [*map(str, words)]
         self.began = log.stat().st_size if log.exists() else 0
-        arguments = (self.words, str(log), points)
+        arguments = (self.words, log, deadly, limit)
         self._child = Process._context.Process(target=_child, args=arguments)
         self._child.start()
 
@@ -106,50 +125,52 @@ class Process:
             return stream.read().decode(errors="replace")
 
 
-def _child(words: list[str], log: str, points: tuple[str, float] | None) -> None:
+def _child(words: list[str], log: Path, deadly: Deadly | None, limit: int) -> None:
     os.setsid()
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     os.chdir(ROOT)
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    if points is not None:
-        _die_at_new_points(os.path.abspath(words[1]), *points)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if deadly is not None:
+        _die_at_new_points(Path(words[1]).absolute(), deadly.passed, deadly.chance)
     from exgrpo_cli.__main__ import main
 
     sys.argv[1:] = words
     main()
 
 
-def _die_at_new_points(run: str, passed_file: str, chance: float) -> None:
+def _die_at_new_points(run: Path, passed_file: Path, chance: float) -> None:
     """Kill this process before the first call on the run's files that was not met yet.
 
     ``passed_file`` gets the call's name, so the next process passes it. Calls are told apart by
     the function and the file, without what is random in its name, steps from 2 on being alike.
     With a ``chance`` below 1 only that share of them is deadly.
     """
-    passed = set(Path(passed_file).read_text().splitlines()) if Path(passed_file).exists() else ()
+    passed = set(passed_file.read_text().splitlines()) if passed_file.exists() else set()
     here = os.getpid()
 
-    def full(path: Any, options: dict[str, Any]) -> str:
+    def full(path: Any, options: dict[str, Any]) -> Path:
         folder = path if isinstance(path, int) else options.get("dir_fd")
-        parent = "" if folder is None else os.readlink(f"/proc/self/fd/{folder}")
-        return os.path.abspath(parent if path is folder else os.path.join(parent, path))
+        parent = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
+        return (parent if path is folder else parent / path).absolute()
 
     def watched(name: str, call: Callable[..., Any], paths: int) -> Callable[..., Any]:
         def watch(*arguments: Any, **options: Any) -> Any:
             at = [full(one, options) for one in arguments[:paths]]
             if (
                 os.getpid() == here
-                and at[0].startswith(f"{run}/")
-                and os.path.lexists(at[0]) == (name != "mkdir")  # else nothing would happen
-                and not (name == "fsync" and os.path.isfile(at[0]))  # not but for a power cut
+                and run in at[0].parents
+                and at[0].exists() == (name != "mkdir")  # else nothing would happen
+                and not (name == "fsync" and at[0].is_file())  # as if it were killed after it
             ):
-                point = f"{name} {' '.join(one.removeprefix(run) for one in at)}"
+                point = " ".join([name, *(str(one).removeprefix(str(run)) for one in at)])
                 point = re.sub(r"\.[a-z0-9_]{8}\.tmp", ".tmp", point)
                 point = re.sub(r"step-\d{4}[2-9]", "step-later", point)
                 if point not in passed and zlib.crc32(point.encode()) < chance * 2**32:
-                    with open(passed_file, "a") as stream:
+                    with passed_file.open("a") as stream:
                         stream.write(f"{point}\n")
                     os.killpg(here, signal.SIGKILL)
             return call(*arguments, **options)
@@ -247,19 +268,20 @@ class World:
 
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = None
             try:
                 main(["status", str(run)])
             except SystemExit as ended:
-                assert not ended.code, said.getvalue()
-        assert "step" in said.getvalue()
+                code = ended.code
+        assert not code, said.getvalue()
 
-    def compare(self, run: Path, *aside: str) -> None:
-        """``aside``: beginnings of what by its nature is not the same."""
-        aside = ("report.html", "metrics.jsonl: time/", *aside)
+    def compare(self, run: Path, plain: Path | None = None) -> None:
+        """With an undisturbed run, but for times, which the report has too."""
         found = [
             line
-            for line in differences(self.plain, run, self.compared)
-            if not line.startswith(aside) and "/time-" not in line.split(":")[0]
+            for line in differences(plain or self.plain, run, self.compared)
+            if not line.startswith(("report.html", "metrics.jsonl: time/"))
+            and "/time-" not in line.split(":")[0]
         ]
         assert not found, f"{run}:\n" + "\n".join(found)
 
@@ -278,25 +300,55 @@ def leftovers(run: Path) -> list[Path]:
     return [path for path in found if path.name != ".lock"]
 
 
-# --- the three ways -------------------------------------------------------------------------------
+# --- the ways -------------------------------------------------------------------------------
+
+
+def _die(world: World, way: str, run: Path, deadly: Deadly, *words: object) -> bool:
+    """Whether a command was killed at a new point; otherwise it is done."""
+    process = Process([words[0], run, *words[1:]], world.log(run), deadly)
+    code = process.wait()
+    if code != 0:
+        assert code == -signal.SIGKILL, f"exit code {code}\n{process.said()}"
+        world.kills[way] += 1
+        world.look(run)
+    return code != 0
 
 
 def points(world: World, kills: int, chance: float = 1.0) -> None:
     """Up to so many kills of one run, before each new call on its files."""
     run = world.new()
-    passed = str(world.folder / f"{run.name}.points")
-    for _ in range(kills):
-        process = Process(["run", run, *world.recipe], world.log(run), (passed, chance))
-        code = process.wait()
-        if code == 0:
+    deadly = Deadly(world.log(run).with_suffix(".points"), chance)
+    while world.kills["points"] < kills:
+        if not _die(world, "points", run, deadly, "run", *world.recipe):
             break
-        assert code == -signal.SIGKILL, f"exit code {code}\n{process.said()}"
-        world.kills["points"] += 1
-        world.look(run)
     world.succeed("run", run, *world.recipe)
     world.compare(run)
     world.sweep(run)
     world.compare(run)
+
+
+def back(world: World, kills: int, chance: float = 1.0) -> None:
+    """Kills while a run goes back to an earlier step, and while a step is trained again.
+
+    From whatever is left the run goes on to what it was.
+    """
+    plain, lost = world.new(), world.new()
+    world.succeed("run", plain, *world.recipe, "--set", "train.keep=9")
+    shutil.copytree(plain, lost)
+    deadly = Deadly(world.log(lost).with_suffix(".points"), chance)
+    for words in (
+        ("train", "--step", STEPS - 1, "--force"),
+        ("rollout", "--step", 1, "--force", "--discard-later"),
+    ):
+        while world.kills["back"] < kills and _die(world, "back", lost, deadly, *words):
+            copy = world.new()
+            shutil.copytree(lost, copy)
+            world.succeed("run", copy)
+            world.compare(copy, plain)
+            shutil.rmtree(copy)
+    world.succeed("run", lost)
+    world.compare(lost, plain)
+    world.sweep(lost)
 
 
 def times(world: World, kills: int) -> None:
@@ -370,7 +422,7 @@ def _finish(world: World, run: Path, commands: list[list[object]]) -> None:
         commands = left
 
 
-WAYS = {"points": points, "times": times, "shards": shards}
+WAYS = {"points": points, "times": times, "shards": shards, "back": back}
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ class RunDir:
         self.renew_metrics(step - 1)
 
     def renew_metrics(self, first: int = 0) -> None:
-        """Make ``metrics.jsonl`` from the stages' files: its lines from a step on, and missing ones.
+        """Make lines of ``metrics.jsonl`` from the stages' files: from a step on, and missing ones.
 
         Raises:
             InputError: a file is damaged.
