@@ -241,8 +241,9 @@ class World:
         """The undisturbed run."""
         path = self.folder / "plain"
         if not path.exists():
+            self.succeed("init", path, *self.recipe)  # the server has imported all by now
             began = time.monotonic()
-            self.succeed("run", path, *self.recipe)
+            self.succeed("run", path)
             self.seconds = time.monotonic() - began
         return path
 
@@ -303,7 +304,7 @@ def leftovers(run: Path) -> list[Path]:
 # --- the ways -------------------------------------------------------------------------------
 
 
-def _die(world: World, way: str, run: Path, deadly: Deadly, *words: object) -> bool:
+def die(world: World, way: str, run: Path, deadly: Deadly, *words: object) -> bool:
     """Whether a command was killed at a new point; otherwise it is done."""
     process = Process([words[0], run, *words[1:]], world.log(run), deadly)
     code = process.wait()
@@ -319,7 +320,7 @@ def points(world: World, kills: int, chance: float = 1.0) -> None:
     run = world.new()
     deadly = Deadly(world.log(run).with_suffix(".points"), chance)
     while world.kills["points"] < kills:
-        if not _die(world, "points", run, deadly, "run", *world.recipe):
+        if not die(world, "points", run, deadly, "run", *world.recipe):
             break
     world.succeed("run", run, *world.recipe)
     world.compare(run)
@@ -340,7 +341,7 @@ def back(world: World, kills: int, chance: float = 1.0) -> None:
         ("train", "--step", STEPS - 1, "--force"),
         ("rollout", "--step", 1, "--force", "--discard-later"),
     ):
-        while world.kills["back"] < kills and _die(world, "back", lost, deadly, *words):
+        while world.kills["back"] < kills and die(world, "back", lost, deadly, *words):
             copy = world.new()
             shutil.copytree(lost, copy)
             world.succeed("run", copy)
@@ -358,7 +359,7 @@ def times(world: World, kills: int) -> None:
         run = world.new()
         while True:
             process = Process(["run", run, *world.recipe], world.log(run))
-            deadline = time.monotonic() + world.rng.uniform(0.1, 0.7 * world.seconds)
+            deadline = time.monotonic() + world.rng.uniform(0.1, 0.6 * world.seconds)
             while process.runs() and time.monotonic() < deadline:
                 time.sleep(0.01)
             how = world.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])

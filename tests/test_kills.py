@@ -109,21 +109,23 @@ def test_what_killed_writers_left_is_removed_once_it_is_old(world: World, run: R
 
 def test_training_again_forgets_what_was_there_first(world: World, run: RunDir) -> None:
     """Else a kill leaves a policy beside another policy's optimizer state."""
-    shutil.copytree(world.plain / "trainer" / f"step-{STEPS:05d}", run.trainer(STEPS - 1))
-    state = run.trainer(STEPS - 1) / "trainer.json"
+    last, before = run.trainer(STEPS), run.trainer(STEPS - 1)
+    shutil.copytree(last, before)  # stands for the one that was pruned
+    state = before / "trainer.json"
     state.write_text(state.read_text().replace(f'"step": {STEPS}', f'"step": {STEPS - 1}'))
-    old = (run.trainer(STEPS) / "optimizer.safetensors").read_bytes()
-    deadly = soak.Deadly(world.log(run.root).with_suffix(".points"))
-    words = ("train", "--step", STEPS - 1, "--force", "--lr", 0.5)
+    files = [run.policy(STEPS) / "model.safetensors", last / "optimizer.safetensors"]
+    old = [file.read_bytes() for file in files]
+    deadly = soak.Deadly(world.log(run.root).with_suffix(".points"), chance=0.4)
+    words = ("train", "--step", STEPS - 1, "--force", "--lr", 0.5, "--set", "train.keep=9")
     found = set()
-    while soak._die(world, "train --force", run.root, deadly, *words):
-        state = run.trainer(STEPS) / "optimizer.safetensors"
-        found.add((run.policy(STEPS).is_dir(), state.exists() and state.read_bytes() == old))
-    assert (True, False) in found  # killed when all is written
-    assert (False, True) in found
-    assert (False, False) in found
-    policy = (run.policy(STEPS) / "model.safetensors").read_bytes()
-    assert policy != (world.plain / "policy" / f"step-{STEPS:05d}/model.safetensors").read_bytes()
+    while soak.die(world, "train", run.root, deadly, *words):
+        found.add(tuple(
+            "none" if not file.exists() else "old" if file.read_bytes() == was else "new"
+            for file, was in zip(files, old, strict=True)
+        ))  # fmt: skip
+    assert ("none", "old") in found
+    assert found <= {("none", "old"), ("none", "none"), ("none", "new"), ("new", "new")}
+    assert all(file.read_bytes() != was for file, was in zip(files, old, strict=True))
 
 
 # --- going back -----------------------------------------------------------------------------------
