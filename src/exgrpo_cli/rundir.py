@@ -203,6 +203,12 @@ class RunDir:
             except OSError:  # a file system without locks
                 yield
                 return
+            if os.fstat(handle.fileno()).st_nlink > 0:
+                yield
+                return
+        # Its holder began a new run, failed, and took the run and this file back meanwhile.
+        self.root.mkdir(parents=True, exist_ok=True)
+        with self.locked():
             yield
 
     def is_locked(self) -> bool:
