@@ -3,12 +3,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 ENGINE ?= transformers
 STEPS ?=
 WORKERS ?= 2
+KILLS ?= 240
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_RUN := runs/demo-$(ENGINE)
 
-.PHONY: help setup setup-vllm demo test lint format types docs check clean
+.PHONY: help setup setup-vllm demo test soak lint format types docs check clean
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -48,6 +49,9 @@ build/demo-model: | $(VENV)/.installed
 
 test: $(VENV)/.vllm ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+soak: $(VENV)/.installed ## kill runs KILLS times, and compare them with an undisturbed one
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --kills $(KILLS)
 
 lint: $(VENV)/.installed ## ruff: lint and format, checked
 	$(BIN)/ruff check .

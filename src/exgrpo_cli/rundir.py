@@ -140,12 +140,20 @@ class RunDir:
         write_json(self.stage_metrics(step, stage), finite)
         # Lines of earlier steps stand; this step's, the one before (a kill may have come between
         # its two files) and any that are missing are made anew from the stages' files.
+        self.renew_metrics(step - 1)
+
+    def renew_metrics(self, first: int = 0) -> None:
+        """Make lines of ``metrics.jsonl`` from the stages' files: from a step on, and missing ones.
+
+        Raises:
+            InputError: a file is damaged.
+        """
         try:
-            lines = {line["step"]: line for line in self.read_metrics()}
+            lines = {line["step"]: line for line in self.read_metrics()} if first > 0 else {}
         except InputError:
             lines = {}
         for number in self.steps("metrics"):
-            if number in lines and number < step - 1:
+            if number in lines and number < first:
                 continue
             merged: dict[str, Any] = {"step": number}
             for file in sorted((self.root / "metrics" / step_name(number)).glob("*.json")):
@@ -156,8 +164,9 @@ class RunDir:
                         f"{file}: damaged; remove it (its numbers of step {number} are lost)"
                     ) from error
             lines[number] = merged
-        text = "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines))
-        write_text(self.metrics, text)
+        if lines:
+            text = "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines))
+            write_text(self.metrics, text)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -194,6 +203,12 @@ class RunDir:
             except OSError:  # a file system without locks
                 yield
                 return
+            if os.fstat(handle.fileno()).st_nlink > 0:
+                yield
+                return
+        # Its holder began a new run, failed, and took the run and this file back meanwhile.
+        self.root.mkdir(parents=True, exist_ok=True)
+        with self.locked():
             yield
 
     def is_locked(self) -> bool:

@@ -98,7 +98,8 @@ def rollout(
         plan=plan,
         rollouts=out,
     )
-    if force and of.run is not None and of.next_policy.is_dir() and out is None:
+    again = discard_later or (of.run is not None and of.next_policy.is_dir())
+    if force and again and of.run is not None and out is None:
         _go_back(of.run, of.number, discard_later)
     result = stage(of, settings, shard=parse_shard(shard), force=force, log=to_stderr)
     shared.print(of, result)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-
+from exgrpo_cli.errors import InputError
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.tables import remove_folder
 
-_FILES = ("plan", "curated")
-_FOLDERS = ("rollouts", "verdicts", "scores", "policy", "trainer", "evaluations", "metrics")
+_LATER = (
+    "evaluations", "curated", "scores", "verdicts", "rollouts", "metrics", "policy", "trainer",
+    "plan",
+)  # fmt: skip
+"""What is removed of a later step, in this order, so that a run goes on wherever a kill comes: what
+follows from something before that, and a policy before the optimizer's state and the plan, without
+which no step goes on from it."""
 
 
 def discard_after(run: RunDir, step: int) -> list[int]:
@@ -20,20 +24,34 @@ def discard_after(run: RunDir, step: int) -> list[int]:
 
     Returns:
         The steps whose policies were removed.
+
+    Raises:
+        InputError: the optimizer's state is gone, so that the step could not be trained again.
     """
-    steps = sorted({n for kind in (*_FILES, *_FOLDERS) for n in run.steps(kind) if n >= step})
+    if step > 0 and not run.trainer(step).is_dir():
+        kept = [n for n in run.steps("trainer") if n < step]
+        raise InputError(
+            f"{run.trainer(step)}: the optimizer's state of step {step} is not there (train.keep),"
+            f" so the step cannot be trained again; go back to step {kept[-1] if kept else 0}"
+        )
     removed = [n for n in run.steps("policy") if n > step]
-    for number in reversed(steps):
-        later = number > step
-        for kind in reversed(_FOLDERS):
-            folder = run.root / kind / step_name(number)
-            if folder.is_dir() and (later or kind in ("verdicts", "scores", "metrics")):
-                remove_folder(folder)
-        for kind in _FILES:
-            if later or kind == "curated":
-                (run.root / kind / f"{step_name(number)}.parquet").unlink(missing_ok=True)
+    run.metrics.unlink(missing_ok=True)  # made anew from the steps' own
     for merged in (run.root / "merged").glob("step-*"):
         if int(merged.name.removeprefix("step-")) > step:
-            shutil.rmtree(merged)
-    run.metrics.unlink(missing_ok=True)  # made anew from the steps' own
+            remove_folder(merged)
+    for number in sorted({n for kind in _LATER for n in run.steps(kind) if n > step}, reverse=True):
+        for kind in _LATER:
+            _remove(run, kind, number)
+    for kind in ("curated", "scores", "verdicts"):
+        _remove(run, kind, step)
+    for file in (run.root / "metrics" / step_name(step)).glob("*.json"):
+        if not file.name.startswith("evaluate-"):
+            file.unlink()
     return removed
+
+
+def _remove(run: RunDir, kind: str, step: int) -> None:
+    folder = run.root / kind / step_name(step)
+    if folder.is_dir():
+        remove_folder(folder)
+    folder.with_name(f"{folder.name}.parquet").unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,11 @@ def evaluate_set(
 
     run, recipe = session.run, session.recipe
     problems = run.root / "evaluations" / f"{name}.parquet"
-    wanted = problems.with_name(f".{name}.{os.getpid()}.parquet")
-    try:
+    problems.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{name}.", suffix=".tmp", dir=problems.parent
+    ) as folder:
+        wanted = Path(folder) / problems.name
         import_into(wanted, source, recipe, recipe.model.path, quiet, name=name, held_out=True)
         same = problems.exists() and problems.read_bytes() == wanted.read_bytes()
         if problems.exists() and not (same or force):
@@ -58,8 +61,6 @@ def evaluate_set(
                 f" {source} another name, or --force"
             )
         wanted.replace(problems)
-    finally:
-        wanted.unlink(missing_ok=True)
     summary = evaluate(
         Step.of(run, step, problems=problems, evaluation=run.evaluation(step, name)),
         recipe,

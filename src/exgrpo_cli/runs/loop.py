@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from exgrpo_cli.engines.warm import return_memory
@@ -18,6 +19,7 @@ from exgrpo_cli.runs.tracking import open_tracker
 from exgrpo_cli.stages.rollout import rollout
 from exgrpo_cli.stages.verify import refuse_errors, verify
 from exgrpo_cli.step import Result, Step
+from exgrpo_cli.tables import remove_abandoned
 
 
 def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
@@ -43,6 +45,8 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
     # Before prepare writes the recipe: a tracker that does not start must not stay in it.
     track = open_tracker(recipe.loop.track, place, recipe.model_dump(mode="json"))
     recipe = prepare(place, recipe, log)
+    remove_abandoned(place.root)
+    place.renew_metrics()
     finished = False
 
     def send(step: int) -> None:
@@ -54,8 +58,9 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
         evaluate_due(session, 0)
         for number in range(recipe.loop.steps):
             began = time.monotonic()
-            if place.policy(number + 1).is_dir():
-                _train(session, session.step(number))  # but were its metrics recorded?
+            if place.policy(number + 1).is_dir():  # but were its metrics recorded?
+                done = session.step(number)
+                _timed(done, "train", partial(_train, session, done))
             elif _iterate(session, session.step(number)):
                 finished = True
                 log(f"step {number}: every question is retired; nothing is left to learn from")
@@ -111,15 +116,22 @@ def _iterate(session: Session, step: Step) -> bool:
 def _timed(step: Step, stage: str, call: Callable[[], Result]) -> Result:
     """Call a stage and record its seconds, and those of them that went into the work itself.
 
-    A stage that found its files done keeps the time it took when it made them.
+    A stage that found its files done keeps the time it took when it made them. Where a kill came
+    before that was recorded, it is the time that the stage itself has left, if it has.
     """
     began = time.monotonic()
     result = call()
-    if result.done and step.run is not None:
+    if step.run is None:
+        return result
+    file = step.run.stage_metrics(step.number, f"time-{stage}")
+    left = result.metrics.get(f"{stage}/seconds")
+    if result.done:
         times = {f"time/{stage}": time.monotonic() - began}
         if result.compute_seconds is not None:
             times[f"time/{stage}_compute"] = result.compute_seconds
-        step.run.record(step.number, f"time-{stage}", times)
+        step.run.record(step.number, file.stem, times)
+    elif left is not None and not file.exists():
+        step.run.record(step.number, file.stem, {f"time/{stage}": left})
     return result
 
 

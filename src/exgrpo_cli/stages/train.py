@@ -75,6 +75,7 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
             state = step.next_trainer / "trainer.json"  # may have been pruned
             kept = read_trainer(step.next_trainer)["metrics"] if state.exists() else {}
             _record(step, kept, again=True)
+            _prune(step, recipe)
             return Result(skipped=1, metrics=kept)
         _check_trainer(step)
         check_policy(policy)
@@ -111,6 +112,24 @@ def _record(step: Step, metrics: dict[str, Any], *, again: bool = False) -> None
         return
     if not (again and step.run.stage_metrics(step.number, "train").exists()):
         step.run.record(step.number, "train", metrics)
+
+
+def _forget(step: Step) -> None:
+    """What the step made before: a kill then leaves it undone, not half of it old and half new."""
+    if not is_first_process():
+        return
+    if step.next_policy.is_dir():
+        tables.remove_folder(step.next_policy)
+    if step.run is not None:
+        step.run.stage_metrics(step.number, "train").unlink(missing_ok=True)
+
+
+def _prune(step: Step, recipe: Recipe) -> None:
+    """Remove old trainer states, also those that a killed process was to remove."""
+    from exgrpo_cli.training.trainer_state import prune_trainers
+
+    if recipe.train.keep is not None and is_first_process():
+        prune_trainers(step.next_trainer, recipe.train.keep)
 
 
 @contextlib.contextmanager
@@ -226,6 +245,7 @@ class _Work:
         metrics |= flags
         metrics["train/seconds"] = time.monotonic() - started
         dtype = dtype_to_save(self.policy, recipe)
+        _forget(step)
         states.save_trainer(
             step.next_trainer,
             model,
@@ -243,8 +263,7 @@ class _Work:
             self.say(skipped)
             notes += [f"train step {step.number}: {line}" for line in (*result.said, skipped)]
         save_policy(model, self.policy, step.next_policy, dtype, recipe.model)
-        if recipe.train.keep is not None and distributed.rank() == 0:
-            states.prune_trainers(step.next_trainer, recipe.train.keep)
+        _prune(step, recipe)
         return metrics, notes, seconds
 
     def _with_reference(self, groups: list[Group]) -> list[Group]:

@@ -53,6 +53,17 @@ def _remove_abandoned(path: Path) -> None:
                 stale.unlink()
 
 
+def remove_abandoned(root: Path) -> None:
+    """What killed writers have left anywhere below a folder, where it is an hour old."""
+    for folder, folders, files in os.walk(root):
+        for name in [*folders, *files]:
+            if name.startswith(".") and name.endswith((".tmp", ".rows", ".parts")):
+                stale = Path(folder) / name
+                with contextlib.suppress(OSError):  # perhaps it has just been finished
+                    if time.time() - stale.stat().st_mtime > _ABANDONED_SECONDS:
+                        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+
+
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside ``path`` that becomes ``path`` when the block succeeds.

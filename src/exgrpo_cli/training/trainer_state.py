@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,4 +239,8 @@ def prune_trainers(latest: Path, keep: int) -> list[Path]:
     removed = [path for _, path in sorted(found)[: max(len(found) - keep, 0)]]
     for path in removed:
         remove_folder(path)
+    for path in latest.parent.glob(".step-*.tmp"):  # left where a kill came meanwhile
+        match = re.fullmatch(r"\.step-(\d{5,})" + re.escape(form[2]) + r"\.[^.]+\.tmp", path.name)
+        if match and int(match[1]) <= int(form[1]):
+            shutil.rmtree(path, ignore_errors=True)
     return removed
