@@ -623,7 +623,7 @@ def test_random_selection_is_uniform_and_seeded(run: RunDir) -> None:
     prepare_choice(run, make_recipe(), scored=False)
     chosen: Counter[str] = Counter()
     with loaded(run, make_recipe()) as experience:
-        read_plan(experience.con, run.plan(3))
+        read_plan(experience.con, run.plan(3), 3)
         for seed in range(90):
             experience.recipe = make_recipe(selection="random", seed=seed)
             choose(experience, 3, [])
@@ -1344,7 +1344,7 @@ def test_damaged_and_misplaced_files_are_named(run: RunDir) -> None:
         curate(run, 0, recipe)
     write_step(run, 0, group(0, "a", "1100"))
     write_rollouts(run, 0, group(1, "a", "1100"))  # verify would find nothing to do
-    with pytest.raises(InputError, match="is of another step than 0"):
+    with pytest.raises(InputError, match="is of step 1, not of step 0"):
         curate(run, 0, recipe)
     rows = group(0, "a", "1100")
     write_step(run, 0, [*rows, rows[2]])

@@ -42,8 +42,10 @@ def write_report(run: RunDir) -> Path:
         The report's path.
 
     Raises:
-        InputError: ``metrics.jsonl`` is not JSON lines, or a table is damaged.
+        InputError: ``metrics.jsonl`` is not JSON lines, a table is damaged, or the recipe of a run
+            that has begun is gone.
     """
+    run.own_recipe()
     metrics = run.read_metrics()
     style = files("exgrpo_cli.inspect").joinpath("report.css").read_text(encoding="utf-8")
     parts = [

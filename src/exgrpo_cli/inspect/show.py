@@ -68,7 +68,8 @@ def _is_run(path: Path) -> bool:
 
 
 def _describe_run(run: RunDir) -> dict[str, Any]:
-    recipe = load_recipe(run.recipe) if run.recipe.exists() else None
+    own = run.own_recipe()
+    recipe = load_recipe(own) if own else None
     metrics = run.read_metrics()
     trained = run.steps("policy")
     step = max(trained, default=0)

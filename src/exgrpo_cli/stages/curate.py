@@ -57,7 +57,7 @@ def curate(
 
     plan = require_plan(run, t)
     files = StepFiles.of(run, t)
-    found = Curation.read(run)
+    found = Curation.read(run, note)
     latest = max(t, found.last_step if found else t)
     # Taken before reading: what changes meanwhile is noticed.
     digests = history_digests(run, latest)
@@ -70,7 +70,7 @@ def curate(
 
     files.check()
     with Experience.open(run, recipe) as experience:
-        check_plan(experience, plan)
+        check_plan(experience, plan, t)
         earlier = sum(other < t for other in run.steps("rollouts"))
         goes_on = not rebuild and experience.resume(found, t - 1, digests)
         rebuilt = not goes_on and earlier > 0
@@ -78,7 +78,7 @@ def curate(
             note(f"deriving the experience anew from {earlier} earlier steps")
         experience.derive(t - 1)
 
-        read_plan(experience.con, plan)
+        read_plan(experience.con, plan, t)
         choose(experience, t, files.replay_scores)
         experience.take_in(files)
         _refuse_unjudged(experience, step)
