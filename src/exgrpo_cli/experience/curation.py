@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +126,9 @@ def _tables(run: RunDir) -> dict[str, Path]:
 
 
 def _file_digest(path: Path) -> str:
-    """A digest of what a file holds: 32 hexadecimal digits."""
+    """SHA-256 of what a file holds: processors have instructions for it (0.1 s for 100 MB)."""
     with path.open("rb") as handle:
-        return hashlib.file_digest(handle, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def refuse_changed_tables(run: RunDir) -> None:

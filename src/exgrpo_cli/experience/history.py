@@ -153,6 +153,7 @@ def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
     import duckdb
 
     run, step = files.run, files.step
+    files.check()  # DuckDB would cast one type to another without a word
     try:
         read_plan(con, files.plan, step)
         read_scored(con, files.scores, step)

@@ -68,7 +68,6 @@ def curate(
             skipped=1, finished=all_retired(run, t + 1), metrics={**known, "rebuilt": False}
         )
 
-    files.check()
     with Experience.open(run, recipe) as experience:
         check_plan(experience, plan, t)
         earlier = sum(other < t for other in run.steps("rollouts"))

@@ -256,8 +256,4 @@ def _read_scores(path: Path, rollouts: pl.DataFrame, step: int, where: str) -> p
 
 
 def _read_curated(path: Path, step: int) -> pl.DataFrame:
-    columns = [
-        "step", "problem_id", "rollout_id", "prompt_ids", "token_ids", "logprobs", "reward",
-        "bucket", "collected_step",
-    ]  # fmt: skip
-    return tables.read_table("curated", path, columns, step=step).sort("problem_id")
+    return tables.read_table("curated", path, step=step).sort("problem_id")
