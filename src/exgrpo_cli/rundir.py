@@ -124,6 +124,25 @@ class RunDir:
             f" run: exgrpo train {self.root} --step {step - 1}"
         )
 
+    def own_recipe(self, *, needed: bool = True) -> Path | None:
+        """The recipe that lies in the run; None before there is one.
+
+        Args:
+            needed: whether nothing can stand in for it.
+
+        Raises:
+            InputError: the run has begun, and its recipe is gone or empty: the defaults would train
+                another way.
+        """
+        if self.recipe.is_file() and self.recipe.stat().st_size > 0:
+            return self.recipe
+        if needed and any(self.steps(kind) for kind in ("rollouts", "policy")):
+            raise InputError(
+                f"{self.recipe}: missing or empty, though the run has begun; restore it, or give"
+                " the recipe that it was begun with: --recipe FILE"
+            )
+        return None
+
     def record(self, step: int, stage: str, metrics: dict[str, Any]) -> None:
         """Leave a stage's metrics for a step and renew ``metrics.jsonl``.
 

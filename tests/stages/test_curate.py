@@ -348,7 +348,7 @@ def test_damaged_and_misplaced_files_are_named(run: RunDir) -> None:
         curate(run, 0, recipe)
     write_step(run, 0, group(0, "a", "1100"))
     write_rollouts(run, 0, group(1, "a", "1100"))  # verify would find nothing to do
-    with pytest.raises(InputError, match="is of another step than 0"):
+    with pytest.raises(InputError, match="is of step 1, not of step 0"):
         curate(run, 0, recipe)
     rows = group(0, "a", "1100")
     write_step(run, 0, [*rows, rows[2]])

@@ -11,7 +11,7 @@ import pytest
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.choose import choose, fetch_trajectories, replay_candidates
-from exgrpo_cli.experience.history import read_plan
+from exgrpo_cli.experience.history import StepFiles, read_plan
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.tables.duck import literal
 from making import (
@@ -168,10 +168,10 @@ def test_random_selection_is_uniform_and_seeded(run: RunDir) -> None:
     prepare_choice(run, make_recipe(), scored=False)
     chosen: Counter[str] = Counter()
     with loaded(run, make_recipe()) as held:
-        read_plan(held.con, run.plan(3))
+        read_plan(held.con, run.plan(3), 3)
         for seed in range(90):
             held.recipe = make_recipe(selection="random", seed=seed)
-            choose(held, 3, [])
+            choose(held, 3, StepFiles.of(run, 3))
             chosen[held.con.execute("SELECT rollout_id FROM chosen").fetchall()[0][0]] += 1
     assert len(chosen) == 3
     assert sum((n - 30) ** 2 / 30 for n in chosen.values()) < 13.8  # chi-square, p = 0.001

@@ -105,7 +105,7 @@ def foreign_tokens(a):
         (drop_verdict, r"verdicts\.parquet: no verdict on rollout s00000/.*; run verify"),
         (double_verdict, r"verdicts\.parquet: rollout_id s00000/.* more than once"),
         (foreign_verdict, r"verdicts\.parquet: a verdict on rollout s00009/x/01, which is not in"),
-        (nan_reward, r"the reward of rollout s00000/.* is nan"),
+        (nan_reward, r"verdicts\.parquet: column reward is nan in row 1"),
         (drop_score, r"scores: no score of rollout s00000/q0-fresh/00 under its policy step-00000"),
         (other_policys_scores, r"scores: no score of rollout s00000/.* under its policy"),
         (short_score, r"rollout s00000/.* has 1 logprobs, but \d+ tokens in .*; run score again"),
@@ -116,7 +116,10 @@ def foreign_tokens(a):
         (no_rollouts, r"rollouts: no rollouts; there is nothing to train on"),
         (truncated_part, r"part-00000-of-00002\.parquet: not a readable Parquet file"),
         (foreign_tokens, r"rollout s00000/.* holds token id 10\d\d, outside .* vocabulary of 48"),
-        (lambda a: a.update(step=4), r"rollouts: rollout s00000/.* is of step 0, not of step 4"),
+        (
+            lambda a: a.update(step=4),
+            r"part-00000.*: rollout s00000/.* is of step 0, not of step 4",
+        ),
         (
             lambda a: a.update(step=4, trainer=a["rollouts"].parent / "none"),
             r"none: no such trainer state",

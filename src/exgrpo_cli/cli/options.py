@@ -145,7 +145,7 @@ class Shared:
         from exgrpo_cli.recipe import SAMPLED_BY, differences, load_recipe, to_toml
         from exgrpo_cli.rundir import RunDir
 
-        own = None if run is None else _own_recipe(RunDir(run), needed=self.recipe is None)
+        own = None if run is None else RunDir(run).own_recipe(needed=self.recipe is None)
         dotted = {name.replace("__", "."): value for name, value in flags.items()}
         settings = load_recipe(self.recipe or own, self.sets or (), dotted)
         if stage and own is not None:
@@ -167,23 +167,6 @@ class Shared:
         """What a stage did, on stdout; of several processes the first speaks."""
         if is_first_process():
             print_result({"step": step.number, **more, **result.as_dict()}, self.as_json)
-
-
-def _own_recipe(run: RunDir, *, needed: bool) -> Path | None:
-    """The recipe that lies in a run.
-
-    Raises:
-        InputError: the run has begun, and its recipe is gone or empty: the defaults would train
-            another way.
-    """
-    there = run.recipe.is_file() and run.recipe.stat().st_size > 0
-    begun = run.root.is_dir() and any(run.steps(kind) for kind in ("rollouts", "policy"))
-    if begun and needed and not there:
-        raise InputError(
-            f"{run.recipe}: missing or empty, though the run has begun; restore it, or give the"
-            " recipe that it was begun with: --recipe FILE"
-        )
-    return run.recipe if there else None
 
 
 def with_shared(function: Callable[..., None]) -> Callable[..., None]:

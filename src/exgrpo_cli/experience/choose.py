@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, first_line
+from exgrpo_cli.experience.curation import refuse_changed_tables
 from exgrpo_cli.experience.database import connect, fill, reading, run_sql, spill_of, sql_text
 from exgrpo_cli.experience.history import StepFiles, read_scored, read_unsampled
 from exgrpo_cli.experience.plan import require_plan
 from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.tables.duck import literal, write_query
+from exgrpo_cli.tables.values import faulty
 
 if TYPE_CHECKING:
     import duckdb
     import polars as pl
+
+_LISTS = ("rollout_id", "prompt_ids", "token_ids", "logprobs")
 
 
 def choose(experience: Experience, step: int, files: StepFiles | None) -> None:
@@ -69,6 +73,7 @@ def write_curated(experience: Experience, step: int) -> list[int]:
         if paths and scored.keys() - found:
             with reading(*(("scores", path, ["rollout_id", "logprobs"]) for path in paths)):
                 run_sql(con, "collected_logprobs", scores=literal(paths))
+            _check_lists(con, "collected", "scores", ["rollout_id", "logprobs"], paths)
     unequal = con.execute(
         "SELECT min(rollout_id) FROM trajectories JOIN collected USING (rollout_id)"
         " WHERE len(token_ids) <> len(collected.logprobs)"
@@ -106,6 +111,7 @@ def replay_candidates(run: RunDir, step: int) -> pl.DataFrame:
             f"{run.experience}: no such file, but the plan of step {step} replays;"
             f" run: exgrpo curate {run.root} --step {step - 1} --rebuild"
         )
+    refuse_changed_tables(run)
     tables.check_columns("experience", run.experience, columns)
     held = ("experience", run.experience, columns)
     with (
@@ -149,6 +155,28 @@ def fetch_trajectories(run_root: Path, wanted: pl.DataFrame) -> pl.DataFrame:
     return wanted.join(found, on="rollout_id", how="left", maintain_order="left")
 
 
+def _check_lists(
+    con: duckdb.DuckDBPyConnection,
+    working: str,
+    table: str,
+    columns: Sequence[str],
+    paths: Iterable[Path],
+) -> None:
+    """Refuse what was fetched into a working table where a value in it cannot be.
+
+    Raises:
+        InputError: naming the file, the column and the row.
+    """
+    wrong, rows, different = con.execute(
+        f"SELECT count(*) FILTER (WHERE {faulty(table, columns)}), count(*),"
+        f" count(DISTINCT rollout_id) FROM {working}"
+    ).fetchall()[0]
+    if wrong or rows != different:
+        for path in paths:
+            tables.read_table(table, path, columns)
+        tables.read_table(table, list(paths), columns)
+
+
 def _fetch(con: duckdb.DuckDBPyConnection, root: Path, wanted: Sequence[tuple[str, str]]) -> None:
     """The token lists of ``(rollout_id, part)`` pairs into the table ``trajectories``."""
     import duckdb
@@ -165,8 +193,9 @@ def _fetch(con: duckdb.DuckDBPyConnection, root: Path, wanted: Sequence[tuple[st
         run_sql(con, "trajectories", parts=literal(parts.values()))
     except duckdb.Error as error:
         for path in parts.values():
-            tables.check_columns("rollouts", path, ["rollout_id", "prompt_ids", "token_ids"])
+            tables.read_table("rollouts", path, _LISTS)
         raise InputError(f"{root}: {first_line(error)}") from error
+    _check_lists(con, "trajectories", "rollouts", _LISTS, parts.values())
     held = {row[0] for row in con.execute("SELECT rollout_id FROM trajectories").fetchall()}
     for rollout, part in wanted:
         if rollout not in held:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from exgrpo_cli import tables
+from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.history import StepFiles
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 
-# Tables of another version are derived anew: 2 has rewards.
-_VERSION = 2
+# Tables of another version are derived anew: 2 has rewards, 3 digests of the tables.
+_VERSION = 3
 
 
 def on_policy(recipe: Recipe) -> bool:
@@ -51,15 +55,25 @@ class Curation:
     """Of the history's steps, as they were taken in (in the file: ``log``)."""
 
     @classmethod
-    def read(cls, run: RunDir) -> Curation | None:
-        """None where that is not known or a table is missing."""
-        if not (run.experience.exists() and run.questions.exists()):
-            return None
+    def read(cls, run: RunDir, log: Log = quiet) -> Curation | None:
+        """None where that is not known, or a table is missing or not the one that was written.
+
+        Args:
+            run: the run directory.
+            log: gets a line about a table that was changed.
+        """
         try:
             found = json.loads(run.curation.read_text(encoding="utf-8"))
             if found["version"] != _VERSION:
                 return None
-            return cls(found["last_step"], found["replay_from"], found["settings"], found["log"])
+            for name, path in _tables(run).items():
+                if not path.exists():
+                    return None
+                if _file_digest(path) != found["tables"][name]:
+                    log(f"{path}: not as curation left it; the experience is derived anew")
+                    return None
+            last_step, replay_from = int(found["last_step"]), found["replay_from"]
+            return cls(last_step, replay_from, dict(found["settings"]), dict(found["log"]))
         except (ValueError, OSError, LookupError, TypeError):
             return None
 
@@ -71,6 +85,7 @@ class Curation:
             "replay_from": self.replay_from,
             "settings": self.settings,
             "log": _before(self.digests, self.last_step),
+            "tables": {name: _file_digest(path) for name, path in _tables(run).items()},
         }
         tables.write_json(run.curation, values)
 
@@ -106,14 +121,45 @@ class Curation:
         return all(path.stat().st_mtime_ns <= chosen_at for path in files.replay_scores)
 
 
+def _tables(run: RunDir) -> dict[str, Path]:
+    return {"experience": run.experience, "questions": run.questions}
+
+
+def _file_digest(path: Path) -> str:
+    """SHA-256 of what a file holds: processors have instructions for it (0.1 s for 100 MB)."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def refuse_changed_tables(run: RunDir) -> None:
+    """Refuse tables that are not those that curation wrote, where that is known.
+
+    Raises:
+        InputError: naming the table.
+    """
+    changed: list[str] = []
+    Curation.read(run, changed.append)
+    if changed:
+        raise InputError(f"{changed[0].partition(';')[0]}; run: exgrpo curate {run.root} --rebuild")
+
+
 def _before(digests: Mapping[str, str], upto: int) -> dict[str, str]:
     return {step: digest for step, digest in digests.items() if int(step) <= upto}
 
 
 def recorded_metrics(run: RunDir, step: int) -> dict[str, Any] | None:
-    """The metrics of a step's curation; None where it has left none."""
+    """The metrics of a step's curation; None where it has left none.
+
+    Raises:
+        InputError: the file is damaged.
+    """
     path = run.root / "metrics" / step_name(step) / "curate.json"
     if not path.exists():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: damaged; remove it, and curate makes it anew")
     return found

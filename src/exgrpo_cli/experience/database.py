@@ -105,7 +105,7 @@ def fill_problem_ids(con: duckdb.DuckDBPyConnection, problems: Path) -> None:
     """
     if not problems.exists():
         raise InputError(f"{problems}: no such file; import the problems of the run first")
-    tables.check_columns("problems", problems, ["problem_id"])
+    tables.read_table("problems", problems, ["problem_id"])  # which checks them
     fill_from(con, "problems", "problems", problems, ["problem_id"])
 
 

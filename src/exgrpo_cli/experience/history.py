@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, first_line
-from exgrpo_cli.experience.database import fill, fill_from, reading, run_sql
+from exgrpo_cli.experience.database import fill, reading, run_sql
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.tables.duck import literal
+from exgrpo_cli.tables.values import faulty
 
 if TYPE_CHECKING:
     import duckdb
@@ -27,8 +29,15 @@ _COLUMNS = {
         "entropy_source", "mean_logprob", "tokens", "token_hash", "finish_reason",
     ),
     "verdicts": ("rollout_id", "reward", "correct", "status"),
-    "scores": ("rollout_id", "policy", "mean_entropy", "mean_logprob"),
-    "plan": ("problem_id", "role"),
+    "scores": ("rollout_id", "policy", "step", "mean_entropy", "mean_logprob"),
+    "plan": ("step", "problem_id", "role"),
+}  # fmt: skip
+_IN_STEP_ROWS = {
+    "rollouts": (
+        "rollout_id", "step", "problem_id", "sample", "role", "mean_entropy", "entropy_source",
+        "mean_logprob", "tokens", "token_hash", "finish_reason",
+    ),
+    "verdicts": ("reward", "correct", "status"),
 }  # fmt: skip
 
 
@@ -70,7 +79,7 @@ class StepFiles:
         )
 
     def check(self, check: Callable[..., object] = tables.check_columns) -> None:
-        """Check the files: ``tables.check_columns`` their footers, ``tables.read_table`` all."""
+        """Check the files: ``tables.check_columns`` their footers, :meth:`read` all."""
         scores = [*self.scores, *self.replay_scores]
         plans = [self.plan] if self.plan else []
         for table, paths in (
@@ -81,6 +90,14 @@ class StepFiles:
         ):
             for path in paths:
                 check(table, path, _COLUMNS[table])
+
+    def read(self) -> None:
+        """Check every value that curation reads.
+
+        Raises:
+            InputError: naming the file, the column and the row.
+        """
+        self.check(partial(tables.read_table, step=self.step))
 
 
 def _score_parts(run: RunDir, step: int, prefix: str) -> list[Path]:
@@ -93,12 +110,16 @@ def _score_parts(run: RunDir, step: int, prefix: str) -> list[Path]:
     return found
 
 
-def read_plan(con: duckdb.DuckDBPyConnection, plan: Path | None) -> None:
-    """A step's plan into the working table ``planned``; empty where none is kept."""
-    if plan is None:
-        fill(con, "planned")
-    else:
-        fill_from(con, "planned", "plan", plan, _COLUMNS["plan"])
+def read_plan(con: duckdb.DuckDBPyConnection, plan: Path | None, step: int) -> None:
+    """A step's plan into the working table ``planned``; empty where none is kept.
+
+    Raises:
+        InputError: it cannot be read, or a value in it cannot be.
+    """
+    fill(con, "planned")
+    if plan is not None:
+        rows = tables.read_table("plan", plan, _COLUMNS["plan"], step=step)
+        fill(con, "planned", rows.select("problem_id", "role").rows())
 
 
 def read_unsampled(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
@@ -110,24 +131,39 @@ def read_unsampled(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
 
 
 def read_scored(con: duckdb.DuckDBPyConnection, scores: Sequence[Path], step: int) -> None:
-    """Mean entropies from a step's scores into the working table ``scored``."""
+    """Mean entropies from a step's scores into the working table ``scored``.
+
+    Raises:
+        InputError: they cannot be read, or a value in them cannot be.
+    """
     fill(con, "scored")
-    if scores:
-        with reading(*(("scores", path, _COLUMNS["scores"]) for path in scores)):
-            run_sql(con, "scored", scores=literal(scores), policy=step_name(step))
+    if not scores:
+        return
+    with reading(*(("scores", path, _COLUMNS["scores"]) for path in scores)):
+        files = literal(scores)
+        run_sql(con, "scored", scores=files, policy=step_name(step))
+        wrong = con.execute(
+            f"SELECT count(*) FROM read_parquet($scores) WHERE step <> {step} OR"
+            f" {faulty('scores', _COLUMNS['scores'])}",
+            {"scores": files},
+        ).fetchall()[0][0]
+    if wrong:
+        tables.read_table("scores", scores, _COLUMNS["scores"], step=step)
 
 
 def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
     """A step into ``planned``, ``scored`` and ``step_rows``, checked.
 
     Raises:
-        InputError: unreadable files, rows of another step, doubled rows, rows without verdicts.
+        InputError: unreadable files, values that cannot be, rows of another step, doubled rows,
+            verdicts or scores of other rollouts.
     """
     import duckdb
 
     run, step = files.run, files.step
+    files.check()  # DuckDB would cast one type to another without a word
     try:
-        read_plan(con, files.plan)
+        read_plan(con, files.plan, step)
         read_scored(con, files.scores, step)
         run_sql(
             con,
@@ -137,31 +173,50 @@ def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
             root=str(run.root.absolute()).rstrip("/") + "/",
         )
     except duckdb.Error as error:
-        files.check(tables.read_table)  # the clearer message, where it is one of these
+        files.read()  # the clearer message, where it is one of these
         reason = first_line(error)
         raise InputError(f"{run.rollouts(step)}: step {step} cannot be read: {reason}") from error
-    (found,) = run_sql(con, "step_faults", step=step)
+    (found,) = run_sql(con, "step_faults", step=step, verdicts=literal(files.verdicts))
+    rules = " OR ".join(faulty(table, columns) for table, columns in _IN_STEP_ROWS.items())
+    wrong = con.execute(f"SELECT count(*) FROM step_rows WHERE {rules}").fetchall()[0][0]
+    between = any(found[name] is not None for name in ("doubled", "unscored", "other_step"))
+    if not (wrong or between or found["verdicts"] != found["rows"]):
+        return
+    files.read()
+    _refuse(files, found)
+
+
+def _refuse(files: StepFiles, found: Mapping[str, Any]) -> None:
+    """What is wrong between a step's files, each of which is sound by itself.
+
+    Args:
+        files: the step's.
+        found: the row of ``step_faults``.
+
+    Raises:
+        InputError: always.
+    """
+    run, step = files.run, files.step
     if found["doubled"] is not None:
         raise InputError(
             f"{run.rollouts(step)}: rollout_id {found['doubled']} is there more than once, among"
             " the rollouts or among their verdicts; remove the doubled part"
         )
-    if found["other_step"] is not None:
-        raise InputError(
-            f"{run.rollouts(step)}: rollout {found['other_step']} is of another step than {step};"
-            " the files were moved: put them back"
-        )
     if found["unjudged"]:
         raise InputError(
             f"{run.verdicts(step)}: {found['unjudged']} of {found['rows']} rollouts of step {step}"
             f" have no verdict (the first is {found['first_unjudged']});"
-            f" run: exgrpo verify {run.root} --step {step}"
+            f" run: exgrpo verify {run.root} --step {step} --force"
         )
-    if found["other_role"] is not None:
+    if found["unscored"] is not None:
         raise InputError(
-            f"{run.rollouts(step)}: rollout {found['other_role']} has a role other than fresh or"
-            " replay"
+            f"{run.scores(step)}: a score of {found['unscored']}, which is not among the rollouts"
+            f" of step {step}; run: exgrpo score {run.root} --step {step} --force"
         )
+    raise InputError(
+        f"{run.verdicts(step)}: {found['verdicts']} verdicts on {found['rows']} rollouts;"
+        f" run: exgrpo verify {run.root} --step {step} --force"
+    )
 
 
 def history_digests(run: RunDir, upto: int) -> dict[str, str]:

@@ -125,9 +125,9 @@ def require_plan(run: RunDir, step: int) -> Path:
     return path
 
 
-def check_plan(experience: Experience, plan: Path) -> None:
+def check_plan(experience: Experience, plan: Path, step: int) -> None:
     """Refuse a plan that was made for another problem set than that in ``problems``."""
-    read_plan(experience.con, plan)
+    read_plan(experience.con, plan, step)
     count, first = experience.con.execute(
         "SELECT count(*), min(problem_id) FROM planned"
         " WHERE problem_id NOT IN (SELECT problem_id FROM problems)"

@@ -46,10 +46,12 @@ def write_report(run: RunDir) -> Path:
         The report's path.
 
     Raises:
-        InputError: ``metrics.jsonl`` is not JSON lines, or a table is damaged.
+        InputError: ``metrics.jsonl`` is not JSON lines, a table is damaged, or the recipe of a run
+            that has begun is gone.
     """
     import jinja2
 
+    run.own_recipe()
     metrics = run.read_metrics()
     recipe = _load_recipe(run)
     evaluations, by_source = _evaluations(run, metrics)

@@ -45,7 +45,6 @@ _GONE: dict[str, tuple[Any, str]] = {
     "rollout.top_p": (1.0, "training rollouts are sampled from the whole distribution"),
     "curate.sigma_unit": ("count", "sigma is in counts of successes"),
     "rollout.enforce_eager": (False, "vLLM compiles where it can"),
-    "curate.sigma_unit": ("count", "curate.sigma is in counts of successes"),
     "objective.replay_ratio_cap": (None, "objective.shaping = ratio bounds the ratio by 1"),
 }
 

@@ -53,8 +53,9 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
             " curate.replay_ratio = 0"
         )
     changed = {}
-    if run.recipe.exists():
-        changed = differences(with_absolute_paths(load_recipe(run.recipe)), recipe)
+    own = run.own_recipe(needed=False)
+    if own is not None:
+        changed = differences(with_absolute_paths(load_recipe(own)), recipe)
     latest = max(run.steps("policy"), default=0)
     sampled = any(run.rollouts(latest).glob("*part-*"))  # also what a killed task has left
     for key, (old, new) in changed.items():

@@ -268,7 +268,8 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     Raises:
         InputError: the recipe is damaged, or the folder holds other things than a run.
     """
-    recipe = load_recipe(run.recipe) if run.recipe.exists() else None
+    own = run.own_recipe()
+    recipe = load_recipe(own) if own else None
     settings = recipe or Recipe()
     _check_is_run(run)
     trained = max(run.steps("policy"), default=0)

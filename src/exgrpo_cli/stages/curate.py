@@ -58,7 +58,7 @@ def curate(
 
     plan = require_plan(run, t)
     files = StepFiles.of(run, t)
-    found = Curation.read(run)
+    found = Curation.read(run, note)
     latest = max(t, found.last_step if found else t)
     # Taken before reading: what changes meanwhile is noticed.
     digests = history_digests(run, latest)
@@ -69,9 +69,8 @@ def curate(
             skipped=1, finished=all_retired(run, t + 1), metrics={**known, "rebuilt": False}
         )
 
-    files.check()
     with Experience.open(run, recipe) as experience:
-        check_plan(experience, plan)
+        check_plan(experience, plan, t)
         earlier = sum(other < t for other in run.steps("rollouts"))
         goes_on = not rebuild and experience.resume(found, t - 1, digests)
         rebuilt = not goes_on and earlier > 0
@@ -79,7 +78,7 @@ def curate(
             note(f"deriving the experience anew from {earlier} earlier steps")
         experience.derive(t - 1)
 
-        read_plan(experience.con, plan)
+        read_plan(experience.con, plan, t)
         choose(experience, t, files)
         experience.take_in(files)
         _refuse_unjudged(experience, step)

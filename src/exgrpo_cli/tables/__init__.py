@@ -32,13 +32,25 @@ from exgrpo_cli.tables.parts import (
     require_all_parts,
     require_one_division,
 )
-from exgrpo_cli.tables.schemas import SCHEMAS, frame, polars_schema, row_seed, token_hash
+from exgrpo_cli.tables.schemas import (
+    EQUAL_LENGTHS,
+    KEYS,
+    SCHEMAS,
+    WORDS,
+    frame,
+    polars_schema,
+    row_seed,
+    token_hash,
+)
 from exgrpo_cli.tables.table import check_columns, check_frame, read_table, write_table
 
 __all__ = [
+    "EQUAL_LENGTHS",
     "FULL",
+    "KEYS",
     "SCHEMAS",
     "WHOLE",
+    "WORDS",
     "Shard",
     "atomic_folder",
     "atomic_path",

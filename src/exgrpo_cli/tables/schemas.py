@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from exgrpo_cli.verifiers import STATUSES
+
 if TYPE_CHECKING:
     import polars as pl
 
@@ -126,6 +128,30 @@ EQUAL_LENGTHS: dict[str, tuple[str, ...]] = {
     "scores": ("logprobs", "entropies"),
     "curated": ("token_ids", "logprobs"),
 }
+
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "problems": ("problem_id",),
+    "plan": ("problem_id", "role"),
+    "rollouts": ("rollout_id",),
+    "verdicts": ("rollout_id",),
+    "scores": ("rollout_id", "policy"),
+    "experience": ("rollout_id",),
+    "questions": ("problem_id",),
+    "curated": ("problem_id",),
+}
+"""By table the columns that tell its rows apart, within a step."""
+
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "role": ("fresh", "replay"),
+    "status": STATUSES,
+    "finish_reason": ("stop", "length"),
+    "entropy_source": ("engine", "topk", "logprobs", "score"),
+    "logprob_source": ("score", "engine"),
+    "bucket": ("easy", "medium", "hard"),
+}
+"""By column the words that it may hold."""
 
 
 def polars_schema(table: str) -> dict[str, pl.DataType]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.tables.files import atomic_path
 from exgrpo_cli.tables.parts import parquet_files
-from exgrpo_cli.tables.schemas import EQUAL_LENGTHS, SCHEMAS, polars_schema
+from exgrpo_cli.tables.schemas import SCHEMAS, polars_schema
+from exgrpo_cli.tables.values import check_present, check_unique, check_values
 
 if TYPE_CHECKING:
     import polars as pl
@@ -34,7 +35,11 @@ def write_table(table: str, data: pl.DataFrame, path: Path) -> None:
 
 
 def read_table(
-    table: str, paths: Path | Sequence[Path], columns: Sequence[str] | None = None
+    table: str,
+    paths: Path | Sequence[Path],
+    columns: Sequence[str] | None = None,
+    *,
+    step: int | None = None,
 ) -> pl.DataFrame:
     """Read and check a table (a file, a folder of parts, or several of either).
 
@@ -42,10 +47,11 @@ def read_table(
         table: a name in :data:`SCHEMAS`.
         paths: where it lies.
         columns: only these (and only these are read from disk); all by default.
+        step: the step that all rows must be of, where ``step`` is among the columns.
 
     Raises:
-        InputError: no such file, not Parquet, a missing column, another type, a null where none
-            may be, or lists of unequal lengths in a row.
+        InputError: no such file, not Parquet, a missing column, another type, a value that cannot
+            be (see :func:`exgrpo_cli.tables.values.check_values`), or a key that is there twice.
     """
     import polars as pl
 
@@ -59,12 +65,16 @@ def read_table(
             part = pl.read_parquet(file, columns=wanted, glob=False)
         except Exception as error:  # polars raises several kinds on a damaged page
             raise InputError(_damaged(file, error)) from error
-        check_frame(table, part, file, wanted)
-        frames.append(part.select(wanted).cast({c: polars_schema(table)[c] for c in wanted}))
+        part = part.select(wanted)
+        check_values(table, part, file, step)
+        frames.append(part.cast({c: polars_schema(table)[c] for c in wanted}))
     if not frames:
         schema = polars_schema(table)
         return pl.DataFrame(schema={c: schema[c] for c in wanted})
-    return pl.concat(frames, rechunk=False)
+    data = pl.concat(frames, rechunk=False)
+    if len(frames) > 1:
+        check_unique(table, data, files[0].parent, "; are parts of two divisions lying together?")
+    return data
 
 
 def _damaged(path: Path, error: Exception) -> str:
@@ -137,30 +147,14 @@ def check_frame(
         InputError: a missing column, another type, a null where none may be, a row whose list
             columns are not equally long; the row is named by its number, counted from 1.
     """
-    import polars as pl
-
     expected = polars_schema(table)
     wanted = list(columns) if columns is not None else list(SCHEMAS[table])
     for name in wanted:
-        kind, nullable, _ = SCHEMAS[table][name]
+        kind = SCHEMAS[table][name][0]
         if name not in data.columns:
             raise InputError(f"{path}: column {name} is missing; a {table} table needs {kind}")
         if not _readable_as(data.schema[name], expected[name]):
             raise InputError(
                 f"{path}: column {name} is {data.schema[name]}; a {table} table needs {kind}"
             )
-        if not nullable and data[name].null_count():
-            row = data[name].is_null().arg_max()
-            raise InputError(
-                f"{path}: column {name} is null in row {(row or 0) + 1}; {table} needs a value"
-            )
-    lists = [c for c in EQUAL_LENGTHS.get(table, ()) if c in wanted]
-    for other in lists[1:]:
-        unequal = data.select(
-            (pl.col(lists[0]).list.len() != pl.col(other).list.len()).fill_null(False)
-        ).to_series()
-        if unequal.any():
-            raise InputError(
-                f"{path}: row {(unequal.arg_max() or 0) + 1} has {lists[0]} and {other} of"
-                " different lengths; the file was not written by this tool, or was changed"
-            )
+    check_present(table, data.select(wanted), path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,11 +206,9 @@ def _read_rollouts(path: Path, step: int) -> pl.DataFrame:
         "rollout_id", "step", "problem_id", "sample", "role", "policy", "prompt_ids", "token_ids",
         "logprobs", "finish_reason",
     ]  # fmt: skip
-    data = tables.read_table("rollouts", path, columns)
+    data = tables.read_table("rollouts", path, columns, step=step)
     if data.is_empty():
         raise InputError(f"{path}: no rollouts; there is nothing to train on")
-    _refuse_repeats(data, ["rollout_id"], path)
-    _refuse_other_steps(data, step, path)
     policies = data["policy"].unique().sort().to_list()
     if len(policies) > 1:
         raise InputError(
@@ -222,7 +219,6 @@ def _read_rollouts(path: Path, step: int) -> pl.DataFrame:
 
 def _read_rewards(path: Path, rollouts: pl.DataFrame, where: str) -> pl.DataFrame:
     data = tables.read_table("verdicts", path, ["rollout_id", "reward"])
-    _refuse_repeats(data, ["rollout_id"], path)
     unjudged = rollouts.join(data, on="rollout_id", how="anti", maintain_order="left")
     if not unjudged.is_empty():
         raise InputError(
@@ -234,18 +230,15 @@ def _read_rewards(path: Path, rollouts: pl.DataFrame, where: str) -> pl.DataFram
             f"{path}: a verdict on rollout {unknown['rollout_id'][0]}, which is not in {where};"
             " they are of different steps or runs"
         )
-    for rollout_id, reward in data.iter_rows():
-        if not math.isfinite(reward):
-            raise InputError(f"{path}: the reward of rollout {rollout_id} is {reward}")
     return data
 
 
 def _read_scores(path: Path, rollouts: pl.DataFrame, step: int, where: str) -> pl.DataFrame:
     """Log-probabilities of the rollouts under the policy that sampled them."""
     files = [file for file in tables.parquet_files(path) if not file.name.startswith("replay-")]
-    data = tables.read_table("scores", files, ["rollout_id", "policy", "step", "logprobs"])
+    columns = ["rollout_id", "policy", "step", "logprobs"]
+    data = tables.read_table("scores", files, columns, step=step)
     data = data.join(rollouts.select("rollout_id"), on="rollout_id", how="semi")
-    _refuse_repeats(data, ["rollout_id", "policy"], path)
     policy = rollouts["policy"][0]
     own = data.filter(data["policy"] == policy).select("rollout_id", "logprobs")
     sizes = dict(zip(own["rollout_id"], own["logprobs"].list.len(), strict=True))
@@ -266,29 +259,4 @@ def _read_scores(path: Path, rollouts: pl.DataFrame, step: int, where: str) -> p
 
 
 def _read_curated(path: Path, step: int) -> pl.DataFrame:
-    columns = [
-        "step", "problem_id", "rollout_id", "prompt_ids", "token_ids", "logprobs", "reward",
-        "bucket", "collected_step",
-    ]  # fmt: skip
-    data = tables.read_table("curated", path, columns)
-    _refuse_other_steps(data, step, path)
-    _refuse_repeats(data, ["problem_id"], path)
-    return data.sort("problem_id")
-
-
-def _refuse_repeats(data: pl.DataFrame, columns: list[str], path: Path) -> None:
-    repeated = data.filter(data.select(columns).is_duplicated())
-    if not repeated.is_empty():
-        raise InputError(
-            f"{path}: {columns[0]} {repeated[columns[0]][0]} is there more than once; are parts of"
-            " two divisions lying together?"
-        )
-
-
-def _refuse_other_steps(data: pl.DataFrame, step: int, path: Path) -> None:
-    other = data.filter(data["step"] != step)
-    if not other.is_empty():
-        raise InputError(
-            f"{path}: rollout {other['rollout_id'][0]} is of step {other['step'][0]}, not of step"
-            f" {step}"
-        )
+    return tables.read_table("curated", path, step=step).sort("problem_id")
