@@ -142,7 +142,9 @@ def test_wrong_loose_files_are_refused_before_any_is_taken_in(
     adopt(Step.of(begun, rollouts=rollouts, verdicts=verdicts))
     adopt(Step.of(begun, rollouts=rollouts, verdicts=verdicts))  # the same again is fine
     assert begun.rollouts(0).joinpath("part-00000-of-00001.parquet").exists()
-    tables.write_table("verdicts", tables.frame("verdicts", [verdict("one")] * 2), verdicts)
+    tables.write_table(
+        "verdicts", tables.frame("verdicts", [verdict("one") | {"reward": 0.0}]), verdicts
+    )
     with pytest.raises(InputError, match="is there already and differs"):
         adopt(Step.of(begun, rollouts=rollouts, verdicts=verdicts))
 

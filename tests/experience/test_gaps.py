@@ -7,7 +7,14 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from sample_log import (
+
+from exgrpo_cli import tables
+from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.step import Step
+from exgrpo_cli.tables.duck import open_database, write_query
+from exgrpo_cli.tables.files import write_text
+from exgrpo_cli.training.batch import Batch
+from making import (
     curate,
     group,
     make_recipe,
@@ -20,13 +27,6 @@ from sample_log import (
     write_step,
     write_verdicts,
 )
-
-from exgrpo_cli import tables
-from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.step import Step
-from exgrpo_cli.tables.duck import open_database, write_query
-from exgrpo_cli.tables.files import write_text
-from exgrpo_cli.training.batch import Batch
 
 RECIPE = make_recipe()
 

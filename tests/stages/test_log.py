@@ -14,6 +14,7 @@ import pytest
 from exgrpo_cli import tables
 from exgrpo_cli.experience import database
 from exgrpo_cli.experience.database import sql_text
+from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.rundir import RunDir
 from making import (
     curate,
@@ -25,7 +26,6 @@ from making import (
     prepare_choice,
     questions,
     sample_by_plan,
-    settings,
     start_replay,
     write_scores,
     write_step,
@@ -152,7 +152,7 @@ def test_killed_between_any_two_files_it_ends_right(
     recipe = make_recipe()
     fill_pool(run, recipe, {"a": "1100", "b": "1000", "c": "1110"})
     write_step(run, 2, group(2, "a", "010", "replay") + group(2, "d", "1100"))
-    sets = settings("rollout.samples=4", "curate.questions=4")
+    tables.write_text(run.recipe, to_toml(recipe))
     whole = RunDir(tmp_path / "whole")
     copy_run(run, whole)
     curate(whole, 2, recipe)
@@ -160,7 +160,7 @@ def test_killed_between_any_two_files_it_ends_right(
     for n in range(1, 20):
         broken = RunDir(tmp_path / f"killed-{n}")
         copy_run(run, broken)
-        words = ("curate", broken.root, "--step", 2, *sets)
+        words = ("curate", broken.root, "--step", 2)
         code = exgrpo.start(*words, before=DIES.format(n=n), stdout=quiet, stderr=quiet).wait()
         if code == 0:
             break

@@ -10,7 +10,6 @@ from typing import Any
 import duckdb
 import polars as pl
 import pytest
-from sample_log import curate, group, make_recipe, write_problems, write_scores, write_step
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
@@ -21,6 +20,7 @@ from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.state import describe
 from exgrpo_cli.tables.table import check_frame
 from exgrpo_cli.tables.values import check_values, faulty
+from making import curate, group, make_recipe, write_problems, write_scores, write_step
 
 PLACE = Path("some/part.parquet")
 
