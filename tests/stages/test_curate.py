@@ -36,6 +36,7 @@ from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.stages import curate as stage
 from exgrpo_cli.tables.duck import literal
 from sample_log import (
+    WEIGHTS,
     curate,
     group,
     make_recipe,
@@ -105,14 +106,14 @@ def bucket_log_weights(
     """The log-weight of each bucket that holds questions, as the query gives it."""
     recipe = make_recipe(samples).model_copy(update={"curate": settings})
     with connect() as con:
-        held = [(f"{count}/{i}", count) for count, size in sizes.items() for i in range(size)]
+        held = [(f"{count}/{i}", count, 1.0) for count, size in sizes.items() for i in range(size)]
         fill(con, "pool_questions", held)
-        rows = Experience(con, RunDir(Path()), recipe).sql("bucket_weights")
+        rows = Experience(con, RunDir(Path()), recipe).sql("bucket_weights", step=0)
         return {row["count"]: row["log_weight"] for row in rows}
 
 
-def weights_of(method: str, **more: object) -> CurateSettings:
-    return CurateSettings(weights=method, **more)  # type: ignore[arg-type]
+def weights_of(method: str) -> CurateSettings:
+    return CurateSettings.model_validate(WEIGHTS[method])
 
 
 def test_bucket_probabilities_equal_the_vectors() -> None:
@@ -161,7 +162,8 @@ def test_bucket_probabilities_of_eight_rollouts(method: str, expected: dict[int,
 
 def test_sigma_widens_the_weights_and_none_underflows() -> None:
     sizes = {1: 1, 4: 1}
-    wide = bucket_log_weights(sizes, 8, weights_of("normal", sigma=2.0))
+    rule = "exp(-0.5 * ((bucket - samples / 2.0) / 2.0) ** 2)"
+    wide = bucket_log_weights(sizes, 8, CurateSettings(bucket_weight=rule))
     assert wide[4] - wide[1] == pytest.approx(0.5 * 1.5**2)
     # Far from K/2 the density itself is 0 in float64; where no other bucket is left it is drawn.
     far = bucket_log_weights({1: 2, 2: 1}, 512, weights_of("normal"))
@@ -309,8 +311,8 @@ def test_a_question_s_life(run: RunDir) -> None:
     ("settings_", "stored", "bucket"),
     [
         ({}, {"a", "b", "c"}, {"a": "hard", "b": "medium", "c": "easy"}),
-        ({"lower": 1}, {"b", "c"}, {"a": None, "b": "medium", "c": "easy"}),
-        ({"upper": 2}, {"a", "b"}, {"a": "hard", "b": "medium", "c": None}),
+        ({"lower": 1}, {"b", "c"}, {"a": "hard", "b": "medium", "c": "easy"}),
+        ({"upper": 2}, {"a", "b"}, {"a": "hard", "b": "medium", "c": "easy"}),
     ],
 )
 def test_bounds(run: RunDir, settings_: dict, stored: set, bucket: dict) -> None:
@@ -499,12 +501,8 @@ def test_the_pool_holds_so_many_trajectories_the_newest(run: RunDir) -> None:
     assert {q: len(held) for q, held in pool(run).items()} == {"d": 2, "e": 2}
 
 
-def test_other_limits_derive_anew_and_no_limit_was_there_before(run: RunDir) -> None:
+def test_other_limits_derive_anew(run: RunDir) -> None:
     fill_pool(run, make_recipe(), {"a": "1100", "b": "1000"})
-    recorded = json.loads(run.curation.read_text())
-    for key in ("max_age", "max_per_question", "max_trajectories"):
-        del recorded["settings"][key]  # as an earlier version left it
-    tables.write_json(run.curation, recorded)
     assert curate(run, 1, make_recipe())["skipped"] is True
     assert curate(run, 1, make_recipe(max_trajectories=1))["skipped"] is False
     assert pool(run) == {"b": ["s00001/b/00"]}
@@ -1055,9 +1053,9 @@ def copy_run(source: RunDir, target: RunDir) -> None:
 class Reference:
     """The experience as plain Python: dictionaries and lists, a group at a time."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, limits: dict) -> None:
         self.curate = recipe.curate
-        self.upper = math.inf if recipe.curate.upper is None else recipe.curate.upper
+        self.limits = limits
         self.pool: dict[str, dict[str, dict]] = {}
         self.bucket: dict[str, tuple[int, int]] = {}
         self.retired: dict[str, int] = {}
@@ -1105,8 +1103,10 @@ class Reference:
                 continue
             self.retired.pop(problem, None)
             k = len(right) + (extra if self.curate.count_replayed else 0)
-            if (on or self.curate.store_before_start) and self.curate.lower < k <= self.upper:
-                self.bucket[problem] = (len(right) + extra, len(members) + extra)
+            if not (on or self.curate.store_before_start) or k == 0:
+                continue
+            self.bucket[problem] = (len(right) + extra, len(members) + extra)
+            if k > self.limits["lower"]:
                 held = self.pool.setdefault(problem, {})
                 for r in right:
                     held.setdefault(r["token_hash"], r | {"scored": scored.get(r["rollout_id"])})
@@ -1116,21 +1116,21 @@ class Reference:
 
     def prune(self, following: int) -> None:
         """Leave what the pool may hold before the following step; the first to go come first."""
-        limits = self.curate
+        limits = self.limits
+        everything = [(leaving(r), q, h) for q, p in self.pool.items() for h, r in p.items()]
+        surplus = 0
+        if limits["max_trajectories"] is not None:
+            surplus = max(0, len(everything) - limits["max_trajectories"])
+        beyond = {(q, h) for _, q, h in sorted(everything)[:surplus]}
         for q, held in self.pool.items():
             order = sorted(held, key=lambda h: leaving(held[h]))
             surplus = 0
-            if limits.max_per_question is not None:
-                surplus = max(0, len(order) - limits.max_per_question)
-            if limits.max_age is not None:
-                oldest = following - limits.max_age
+            if limits["max_per_question"] is not None:
+                surplus = max(0, len(order) - limits["max_per_question"])
+            if limits["max_age"] is not None:
+                oldest = following - limits["max_age"]
                 surplus = max(surplus, sum(r["step"] < oldest for r in held.values()))
-            self.pool[q] = {h: held[h] for h in order[surplus:]}
-        if limits.max_trajectories is not None:
-            everything = [(leaving(r), q, h) for q, p in self.pool.items() for h, r in p.items()]
-            surplus = max(0, len(everything) - limits.max_trajectories)
-            for _, q, h in sorted(everything)[:surplus]:
-                del self.pool[q][h]
+            self.pool[q] = {h: held[h] for h in order[surplus:] if (q, h) not in beyond}
 
 
 def leaving(r: dict) -> tuple[int, int, str]:
@@ -1139,21 +1139,24 @@ def leaving(r: dict) -> tuple[int, int, str]:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[Recipe, list[dict], list[tuple]]:
-    """A recipe, the log's steps, and a sequence of things that happen to the run."""
+def histories(draw: st.DrawFn) -> tuple[Recipe, dict, list[dict], list[tuple]]:
+    """A recipe and its limits, the log's steps, and a sequence of things that happen to the run."""
+    limits = {
+        "lower": draw(st.sampled_from([0, 0, 1])),
+        "max_age": draw(st.sampled_from([None, None, 1, 2])),
+        "max_per_question": draw(st.sampled_from([None, None, 1, 2])),
+        "max_trajectories": draw(st.sampled_from([None, None, 1, 4])),
+    }
     recipe = make_recipe(
         seed=draw(st.integers(0, 3)),
         questions=draw(st.integers(1, 5)),
         start_success=draw(st.sampled_from([0.0, 0.3, 0.5])),
         store_before_start=draw(st.booleans()),
-        lower=draw(st.sampled_from([0, 0, 1])),
         count_replayed=draw(st.booleans()),
         revive_after=draw(st.sampled_from([None, None, 1, 2])),
         weights=draw(st.sampled_from(["normal", "linear", "uniform"])),
         selection=draw(st.sampled_from(["lowest_entropy", "random", "newest"])),
-        max_age=draw(st.sampled_from([None, None, 1, 2])),
-        max_per_question=draw(st.sampled_from([None, None, 1, 2])),
-        max_trajectories=draw(st.sampled_from([None, None, 1, 4])),
+        **limits,
     )
     steps = []
     for step in range(draw(st.integers(2, 4))):
@@ -1202,7 +1205,7 @@ def histories(draw: st.DrawFn) -> tuple[Recipe, list[dict], list[tuple]]:
             )
         )
     )
-    return recipe, steps, [*events, ("curate", last)]
+    return recipe, limits, steps, [*events, ("curate", last)]
 
 
 def arrive(run: RunDir, step: int, history: dict) -> None:
@@ -1228,9 +1231,9 @@ def scores_of(history: dict) -> dict[str, float]:
 )
 @given(histories())
 def test_incremental_equals_rebuilt_over_random_histories(
-    history: tuple[Recipe, list[dict], list[tuple]],
+    history: tuple[Recipe, dict, list[dict], list[tuple]],
 ) -> None:
-    recipe, steps, events = history
+    recipe, limits, steps, events = history
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "fsync", lambda path: None)  # no power cut is tested here
         run = RunDir(Path(folder) / "run")
@@ -1268,7 +1271,7 @@ def test_incremental_equals_rebuilt_over_random_histories(
         assert experience(run).equals(incremental[0])
         assert tables.read_table("questions", run.questions).equals(incremental[1])
 
-        reference = Reference(recipe)
+        reference = Reference(recipe, limits)
         for step in range(last + 1):
             scored = scores_of(steps[step]) if steps[step]["scored"] else {}
             reference.step(step, steps[step]["rows"], scored)
