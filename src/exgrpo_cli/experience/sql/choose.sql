@@ -24,7 +24,7 @@ pool AS (
     FROM experience
     WHERE $in_pool
 ),
-candidates AS (
+seen AS (
     SELECT
         e.problem_id,
         e.rollout_id,
@@ -76,7 +76,7 @@ candidates AS (
     LEFT JOIN problems ON problems.problem_id = e.problem_id
 ),
 valued AS (
-    SELECT *, <choose|rollout_id> AS value FROM candidates
+    SELECT *, <choose|rollout_id> AS value FROM seen
 ),
 ranked AS (
     SELECT

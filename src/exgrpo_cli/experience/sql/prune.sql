@@ -18,6 +18,7 @@ WHERE rollout_id IN (
     seen AS (
         SELECT
             e.rollout_id,
+            e.problem_id,
             $step + 1 - e.step AS age,
             -- Of one step's the highest sample numbers are the oldest, so that a question loses its
             -- surplus before its only success.
