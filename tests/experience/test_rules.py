@@ -12,6 +12,8 @@ from exgrpo_cli.experience.whatif import choices
 from exgrpo_cli.recipe import CurateSettings, load_recipe, parse_recipe, to_toml
 from exgrpo_cli.recipe.rules import RULES, exponent, fault
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.step import Step
+from exgrpo_cli.training.batch import Batch
 from sample_log import curate, group, make_recipe, plan, rebuild, row, write_problems, write_step
 
 WIDER = "exp(-0.5 * ((bucket - samples / 2.0) / 2.0) ** 2)"
@@ -226,3 +228,19 @@ def test_chosen_rows_are_one_a_question_by_the_rule(run: RunDir) -> None:
         after(run, 3, choose=rule)
         made = tables.read_table("curated", run.curated(3))["rollout_id"].to_list()
         assert made == [f"s00002/e/{sample:02d}"], rule
+
+
+def test_a_replay_question_may_have_fewer_rollouts(run: RunDir) -> None:
+    after(run, replay_samples=1)
+    table = tables.read_table("plan", run.plan(2))
+    assert set(zip(table["role"], table["samples"], strict=True)) == {("fresh", 4), ("replay", 1)}
+    write_step(run, 2, group(2, "a", "0", "replay") + group(2, "c", "1", "replay"))
+    curate(run, 2, make_recipe(replay_samples=1))
+    asked = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
+    assert (asked["a"]["successes"], asked["a"]["attempts"]) == (1, 2)
+    assert asked["c"]["retired_step"] == 2
+    (made,) = [c for c in choices(run, make_recipe(replay_samples=1)) if c.step == 2]
+    assert {row["problem_id"] for row in made.chosen} <= {"a", "b", "c"}
+    groups = Batch.read(Step.of(run, 2)).groups(make_recipe(replay_samples=1))
+    assert [len(rows) for rows in groups] == [2, 2]
+    assert [round(row.advantage, 3) for row in groups[0]] == [0.5, -0.5]

@@ -181,6 +181,12 @@ class CurateSettings(Section):
         le=1.0,
         description="rho, share of replay questions; 0: plain GRPO, nothing stored or retired",
     )
+    replay_samples: int | None = Field(
+        None,
+        ge=1,
+        description="rollouts of a replay question beside its trajectory; default K - 1; fewer save"
+        " generation, and let questions retire sooner",
+    )
     start_success: float = Field(
         0.35, ge=0.0, le=1.0, description="replay starts once a step's success rate exceeds this"
     )
