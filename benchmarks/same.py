@@ -208,10 +208,10 @@ SMALL = DEMO + _sets("""
     rollout.samples=4 rollout.questions_per_part=3 evaluate.every=0""")
 VARIANTS = {
     "lora": "lora.enabled=true lora.rank=4 lora.dropout=0.1 train.learning_rate=1e-2",
-    "other": """curate.weights=sqrt curate.selection=highest_entropy curate.max_per_question=2
-        curate.max_age=3 curate.revive_after=2 curate.count_replayed=false objective.clip=on
-        objective.shaping=power objective.divide_by_std=true objective.aggregate=token_mean
-        objective.truncated=zero_advantage objective.kl=0.01 objective.sampler_cap=2.0
+    "other": """curate.bucket_weight=sqrt(bucket) curate.choose=-mean_entropy
+        curate.drop=(newness>2)OR(age>3) curate.revive_after=2 curate.count_replayed=false
+        objective.clip=on objective.shaping=power objective.divide_by_std=true
+        objective.aggregate=token_mean objective.truncated=zero_advantage objective.kl=0.01 objective.sampler_cap=2.0
         train.schedule=cosine train.warmup_steps=2 train.weight_decay=0.1 train.save_dtype=bfloat16
         train.minibatch_questions=3 train.tokens_per_microbatch=400 score.tokens_per_batch=400
         rollout.batch_size=7""",
@@ -326,7 +326,7 @@ def look(exgrpo: Command, step: int) -> None:
     for path in [run / "metrics.jsonl", *run.glob("metrics/*/time-*.json")]:
         text = path.read_text(encoding="utf-8")
         path.write_text(re.sub(r'("time/\w+": )[\d.e-]+', r"\g<1>1.0", text), encoding="utf-8")
-    other = _sets("curate.selection=random curate.weights=linear")
+    other = _sets("curate.choose=luck curate.bucket_weight=bucket")
     for command in (["status", "same"], ["show", "same"], ["diff", "same", *other]):
         exgrpo(*command, save=f"{command[0]}.txt")
         exgrpo(*command, "--json", save=f"{command[0]}.json")

@@ -182,8 +182,47 @@ def plan(run: RunDir, step: int) -> dict[str, list[str]]:
     }
 
 
+CHOOSE = {
+    "lowest_entropy": "mean_entropy",
+    "highest_entropy": "-mean_entropy",
+    "lowest_perplexity": "-mean_logprob",
+    "random": "luck",
+    "newest": "age",
+}
+WEIGHTS = {
+    "normal": {},
+    "linear": {"bucket_weight": "bucket"},
+    "sqrt": {"bucket_weight": "sqrt(bucket)"},
+    "linear_clip": {"bucket_weight": "least(bucket, samples / 2.0)"},
+    "uniform": {"bucket": "0"},
+}
+
+
+def rules(
+    selection: str = "lowest_entropy",
+    weights: str = "normal",
+    lower: int = 0,
+    upper: int | None = None,
+    max_age: int | None = None,
+    max_per_question: int | None = None,
+    max_trajectories: int | None = None,
+    **others: object,
+) -> dict[str, object]:
+    """The rules that tests vary, by short names, beside other settings of ``curate``."""
+    found: dict[str, object] = {**WEIGHTS[weights], "choose": CHOOSE[selection], **others}
+    bounds = [f"k > {lower}"] if lower else []
+    bounds += [f"k <= {upper}"] if upper is not None else []
+    if bounds:
+        found["store"] = " AND ".join(["correct AND k < n", *bounds])
+    limits = {"age": max_age, "newness": max_per_question, "pool_newness": max_trajectories}
+    drop = [f"{column} > {limit}" for column, limit in limits.items() if limit is not None]
+    if drop:
+        found["drop"] = " OR ".join(drop)
+    return found
+
+
 def make_recipe(samples: int = 4, seed: int = 0, **curate_settings: object) -> Recipe:
-    values = {"questions": 4, "replay_ratio": 0.5, **curate_settings}
+    values = {"questions": 4, "replay_ratio": 0.5, **rules(**curate_settings)}  # type: ignore[arg-type]
     return parse_recipe(
         {"seed": seed, "rollout": {"samples": samples}, "curate": values}, "the test"
     )

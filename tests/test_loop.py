@@ -43,7 +43,7 @@ def test_a_run_begins_with_its_recipe_and_problems(begun: RunDir, guesser: Path)
         ("problems.limit=5", "problems.limit was 6 and cannot become 5"),
         ("rollout.top_p=0.9", "rollout.top_p is gone"),
         ("rollout.temperature=0.0", "temperature"),
-        ("rollout.samples=1", "no success would ever be stored"),
+        ("rollout.samples=1", "a success retires its question"),
     ],
 )
 def test_a_refused_change_leaves_the_recipe(

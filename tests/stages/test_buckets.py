@@ -13,7 +13,7 @@ from exgrpo_cli.experience.database import connect, fill
 from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.recipe import CurateSettings
 from exgrpo_cli.rundir import RunDir
-from making import make_recipe, vectors
+from making import WEIGHTS, make_recipe, vectors
 
 
 def bucket_log_weights(
@@ -22,14 +22,14 @@ def bucket_log_weights(
     """The log-weight of each bucket that holds questions, as the query gives it."""
     recipe = make_recipe(samples).model_copy(update={"curate": settings})
     with connect() as con:
-        held = [(f"{count}/{i}", count) for count, size in sizes.items() for i in range(size)]
+        held = [(f"{count}/{i}", count, 1.0) for count, size in sizes.items() for i in range(size)]
         fill(con, "pool_questions", held)
-        rows = Experience(con, RunDir(Path()), recipe).sql("bucket_weights")
+        rows = Experience(con, RunDir(Path()), recipe).sql("bucket_weights", step=0)
         return {row["count"]: row["log_weight"] for row in rows}
 
 
-def weights_of(method: str, **more: object) -> CurateSettings:
-    return CurateSettings(weights=method, **more)  # type: ignore[arg-type]
+def weights_of(method: str) -> CurateSettings:
+    return CurateSettings.model_validate(WEIGHTS[method])
 
 
 def test_bucket_probabilities_equal_the_vectors() -> None:
@@ -78,7 +78,8 @@ def test_bucket_probabilities_of_eight_rollouts(method: str, expected: dict[int,
 
 def test_sigma_widens_the_weights_and_none_underflows() -> None:
     sizes = {1: 1, 4: 1}
-    wide = bucket_log_weights(sizes, 8, weights_of("normal", sigma=2.0))
+    rule = "exp(-0.5 * ((bucket - samples / 2.0) / 2.0) ** 2)"
+    wide = bucket_log_weights(sizes, 8, CurateSettings(bucket_weight=rule))
     assert wide[4] - wide[1] == pytest.approx(0.5 * 1.5**2)
     # Far from K/2 the density itself is 0 in float64; where no other bucket is left it is drawn.
     far = bucket_log_weights({1: 2, 2: 1}, 512, weights_of("normal"))

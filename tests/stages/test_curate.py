@@ -148,8 +148,8 @@ def test_a_question_s_life(run: RunDir) -> None:
     ("settings_", "stored", "bucket"),
     [
         ({}, {"a", "b", "c"}, {"a": "hard", "b": "medium", "c": "easy"}),
-        ({"lower": 1}, {"b", "c"}, {"a": None, "b": "medium", "c": "easy"}),
-        ({"upper": 2}, {"a", "b"}, {"a": "hard", "b": "medium", "c": None}),
+        ({"lower": 1}, {"b", "c"}, {"a": "hard", "b": "medium", "c": "easy"}),
+        ({"upper": 2}, {"a", "b"}, {"a": "hard", "b": "medium", "c": "easy"}),
     ],
 )
 def test_bounds(run: RunDir, settings_: dict, stored: set, bucket: dict) -> None:

@@ -96,7 +96,7 @@ def test_the_run_s_own_recipe_gives_what_the_run_did(run: RunDir) -> None:
 def test_another_choice_from_the_same_questions(run: RunDir) -> None:
     other = make_recipe(questions=4, start_success=0.3, selection="highest_entropy")
     found = diff(run, RECIPE, other)
-    assert found["settings"] == {"curate.selection": ["lowest_entropy", "highest_entropy"]}
+    assert found["settings"] == {"curate.choose": ["mean_entropy", "-mean_entropy"]}
     total = found["total"]
     assert total["common"]["planned"] == total["recorded"]["fresh"] + total["recorded"]["replay"]
     assert total["common"]["replay"] == total["recorded"]["replay"] == total["other"]["replay"]
@@ -161,15 +161,15 @@ def test_the_command(run: RunDir, exgrpo: Exgrpo, tmp_path: Path) -> None:
     before = files(run)
     other = tmp_path / "other.toml"
     changed = RECIPE.model_dump(mode="json", exclude_none=True)
-    changed["curate"]["selection"] = "newest"
+    changed["curate"]["choose"] = "age"
     changed["train"]["learning_rate"] = 1.0  # of no matter here
     other.write_text(to_toml(Recipe.model_validate(changed)), encoding="utf-8")
-    done = exgrpo("diff", run.root, other, "--set", "curate.max_age=2", "--json")
+    done = exgrpo("diff", run.root, other, "--set", "curate.drop=age > 2", "--json")
     found = json.loads(done.stdout)
-    assert set(found["settings"]) == {"curate.selection", "curate.max_age"}
+    assert set(found["settings"]) == {"curate.choose", "curate.drop"}
     words = format_diff(found)
-    assert exgrpo("diff", run.root, other, "--set", "curate.max_age=2").stdout == words + "\n"
-    assert "curate.selection: lowest_entropy -> newest" in words
+    assert exgrpo("diff", run.root, other, "--set", "curate.drop=age > 2").stdout == words + "\n"
+    assert "curate.choose: mean_entropy -> age" in words
     assert f"the recorded plan in {STEPS + 1} of {STEPS + 1} steps" in words
     assert len(words.splitlines()[-1].split("|")) == 6
     assert files(run) == before

@@ -1,7 +1,6 @@
 """Random histories: incremental, rebuilt, and a reference in plain Python agree."""
 
 import json
-import math
 import os
 import tempfile
 from collections import Counter
@@ -35,9 +34,9 @@ EXAMPLES = int(os.environ.get("EXGRPO_EXAMPLES", "25"))
 class Reference:
     """The experience as plain Python: dictionaries and lists, a group at a time."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, limits: dict) -> None:
         self.curate = recipe.curate
-        self.upper = math.inf if recipe.curate.upper is None else recipe.curate.upper
+        self.limits = limits
         self.pool: dict[str, dict[str, dict]] = {}
         self.bucket: dict[str, tuple[int, int]] = {}
         self.retired: dict[str, int] = {}
@@ -85,8 +84,10 @@ class Reference:
                 continue
             self.retired.pop(problem, None)
             k = len(right) + (extra if self.curate.count_replayed else 0)
-            if (on or self.curate.store_before_start) and self.curate.lower < k <= self.upper:
-                self.bucket[problem] = (len(right) + extra, len(members) + extra)
+            if not (on or self.curate.store_before_start) or k == 0:
+                continue
+            self.bucket[problem] = (len(right) + extra, len(members) + extra)
+            if k > self.limits["lower"]:
                 held = self.pool.setdefault(problem, {})
                 for r in right:
                     held.setdefault(r["token_hash"], r | {"scored": scored.get(r["rollout_id"])})
@@ -96,21 +97,21 @@ class Reference:
 
     def prune(self, following: int) -> None:
         """Leave what the pool may hold before the following step; the first to go come first."""
-        limits = self.curate
+        limits = self.limits
+        everything = [(leaving(r), q, h) for q, p in self.pool.items() for h, r in p.items()]
+        surplus = 0
+        if limits["max_trajectories"] is not None:
+            surplus = max(0, len(everything) - limits["max_trajectories"])
+        beyond = {(q, h) for _, q, h in sorted(everything)[:surplus]}
         for q, held in self.pool.items():
             order = sorted(held, key=lambda h: leaving(held[h]))
             surplus = 0
-            if limits.max_per_question is not None:
-                surplus = max(0, len(order) - limits.max_per_question)
-            if limits.max_age is not None:
-                oldest = following - limits.max_age
+            if limits["max_per_question"] is not None:
+                surplus = max(0, len(order) - limits["max_per_question"])
+            if limits["max_age"] is not None:
+                oldest = following - limits["max_age"]
                 surplus = max(surplus, sum(r["step"] < oldest for r in held.values()))
-            self.pool[q] = {h: held[h] for h in order[surplus:]}
-        if limits.max_trajectories is not None:
-            everything = [(leaving(r), q, h) for q, p in self.pool.items() for h, r in p.items()]
-            surplus = max(0, len(everything) - limits.max_trajectories)
-            for _, q, h in sorted(everything)[:surplus]:
-                del self.pool[q][h]
+            self.pool[q] = {h: held[h] for h in order[surplus:] if (q, h) not in beyond}
 
 
 def leaving(r: dict) -> tuple[int, int, str]:
@@ -119,21 +120,24 @@ def leaving(r: dict) -> tuple[int, int, str]:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[Recipe, list[dict], list[tuple]]:
-    """A recipe, the log's steps, and a sequence of things that happen to the run."""
+def histories(draw: st.DrawFn) -> tuple[Recipe, dict, list[dict], list[tuple]]:
+    """A recipe and its limits, the log's steps, and a sequence of things that happen to the run."""
+    limits = {
+        "lower": draw(st.sampled_from([0, 0, 1])),
+        "max_age": draw(st.sampled_from([None, None, 1, 2])),
+        "max_per_question": draw(st.sampled_from([None, None, 1, 2])),
+        "max_trajectories": draw(st.sampled_from([None, None, 1, 4])),
+    }
     recipe = make_recipe(
         seed=draw(st.integers(0, 3)),
         questions=draw(st.integers(1, 5)),
         start_success=draw(st.sampled_from([0.0, 0.3, 0.5])),
         store_before_start=draw(st.booleans()),
-        lower=draw(st.sampled_from([0, 0, 1])),
         count_replayed=draw(st.booleans()),
         revive_after=draw(st.sampled_from([None, None, 1, 2])),
         weights=draw(st.sampled_from(["normal", "linear", "uniform"])),
         selection=draw(st.sampled_from(["lowest_entropy", "random", "newest"])),
-        max_age=draw(st.sampled_from([None, None, 1, 2])),
-        max_per_question=draw(st.sampled_from([None, None, 1, 2])),
-        max_trajectories=draw(st.sampled_from([None, None, 1, 4])),
+        **limits,
     )
     steps = []
     for step in range(draw(st.integers(2, 4))):
@@ -182,7 +186,7 @@ def histories(draw: st.DrawFn) -> tuple[Recipe, list[dict], list[tuple]]:
             )
         )
     )
-    return recipe, steps, [*events, ("curate", last)]
+    return recipe, limits, steps, [*events, ("curate", last)]
 
 
 def arrive(run: RunDir, step: int, history: dict) -> None:
@@ -208,9 +212,9 @@ def scores_of(history: dict) -> dict[str, float]:
 )
 @given(histories())
 def test_incremental_equals_rebuilt_over_random_histories(
-    history: tuple[Recipe, list[dict], list[tuple]],
+    history: tuple[Recipe, dict, list[dict], list[tuple]],
 ) -> None:
-    recipe, steps, events = history
+    recipe, limits, steps, events = history
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "fsync", lambda path: None)  # no power cut is tested here
         run = RunDir(Path(folder) / "run")
@@ -248,7 +252,7 @@ def test_incremental_equals_rebuilt_over_random_histories(
         assert experience(run).equals(incremental[0])
         assert tables.read_table("questions", run.questions).equals(incremental[1])
 
-        reference = Reference(recipe)
+        reference = Reference(recipe, limits)
         for step in range(last + 1):
             scored = scores_of(steps[step]) if steps[step]["scored"] else {}
             reference.step(step, steps[step]["rows"], scored)

@@ -77,12 +77,8 @@ def test_the_pool_holds_so_many_trajectories_the_newest(run: RunDir) -> None:
     assert {q: len(held) for q, held in pool(run).items()} == {"d": 2, "e": 2}
 
 
-def test_other_limits_derive_anew_and_no_limit_was_there_before(run: RunDir) -> None:
+def test_other_limits_derive_anew(run: RunDir) -> None:
     fill_pool(run, make_recipe(), {"a": "1100", "b": "1000"})
-    recorded = json.loads(run.curation.read_text())
-    for key in ("max_age", "max_per_question", "max_trajectories"):
-        del recorded["settings"][key]  # as an earlier version left it
-    tables.write_json(run.curation, recorded)
     assert curate(run, 1, make_recipe())["skipped"] is True
     assert curate(run, 1, make_recipe(max_trajectories=1))["skipped"] is False
     assert pool(run) == {"b": ["s00001/b/00"]}

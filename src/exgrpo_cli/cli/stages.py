@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -224,6 +225,12 @@ def curate(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Derive the tables anew from the whole log.")
     ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            "--explain", help="Only say what each rule made of a question.", metavar="PROBLEM_ID"
+        ),
+    ] = None,
     force: ForceOption = False,
 ) -> None:
     """Choose what is replayed, take in new successes, retire the mastered, plan the next step.
@@ -248,6 +255,14 @@ def curate(
         raise InputError("loose files: give --rollouts and --verdicts together")
     of = open_step(shared, run, step, kind="rollouts", needs={})
     assert of.run is not None
+    if explain is not None:
+        from exgrpo_cli.experience.explain import explain as ask
+        from exgrpo_cli.experience.explain import format_explanation
+        from exgrpo_cli.inspect.diff import aligned
+
+        found = ask(of.run, settings, of.number, explain)
+        print(json.dumps(found) if shared.as_json else format_explanation(found, aligned))
+        return
     with of.run.locked():
         result = stage(of, settings, rebuild=rebuild, force=force, log=to_stderr)
     shared.print(of, result)

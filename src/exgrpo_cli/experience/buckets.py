@@ -23,7 +23,7 @@ def bucket_probabilities(log_weights: Mapping[int, float]) -> dict[int, float]:
     if top == -math.inf:
         raise InputError(
             "no bucket has any weight, so no question can be drawn for replay;"
-            " choose other weights: curate.weights = normal or uniform"
+            " write another rule curate.bucket_weight"
         )
     weights = {count: math.exp(w - top) for count, w in sorted(log_weights.items())}
     total = math.fsum(weights.values())

@@ -14,6 +14,8 @@ from exgrpo_cli.experience.database import connect, fill, reading, run_sql, spil
 from exgrpo_cli.experience.history import StepFiles, read_scored, read_unsampled
 from exgrpo_cli.experience.plan import require_plan
 from exgrpo_cli.experience.pool import Experience
+from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.recipe.rules import mentions
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.tables.duck import literal, write_query
 from exgrpo_cli.tables.values import faulty
@@ -39,7 +41,20 @@ def choose(experience: Experience, step: int, files: StepFiles | None) -> None:
     fill(con, "unsampled")
     if files and experience.recipe.rollout.samples > 1:
         read_unsampled(con, files)
-    experience.sql("choose", step=step)
+    experience.read_uses(step - 1)
+    rule = experience.recipe.curate.choose
+    experience.sql(
+        "choose",
+        step=step,
+        by_policy=by_policy(experience.recipe),
+        in_pool=mentions(rule, "pool_newness"),
+    )
+    experience.use(step)
+
+
+def by_policy(recipe: Recipe) -> bool:
+    """Whether the recipe chooses by what scores under the step's policy say."""
+    return mentions(recipe.curate.choose, "mean_entropy", "mean_logprob")
 
 
 def write_curated(experience: Experience, step: int) -> list[int]:

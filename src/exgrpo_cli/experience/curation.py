@@ -16,7 +16,7 @@ from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 
-# Tables of another version are derived anew: 2 has rewards, 3 digests of the tables.
+# Tables of another version are derived anew: 2 has rewards, 3 rules and digests of the tables.
 _VERSION = 3
 
 
@@ -28,8 +28,8 @@ def on_policy(recipe: Recipe) -> bool:
 def table_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings from which ``experience`` and ``questions`` follow, given the history."""
     names = {
-        "lower", "upper", "count_replayed", "start_success", "store_before_start", "revive_after",
-        "max_age", "max_per_question", "max_trajectories",
+        "store", "retire", "drop", "count_replayed", "start_success", "store_before_start",
+        "revive_after",
     }  # fmt: skip
     chosen = recipe.curate.model_dump(mode="json", include=names)
     return chosen | {"on_policy": True if on_policy(recipe) else None}

@@ -23,11 +23,12 @@ _WORKING = {
     "unsampled": "problem_id VARCHAR",
     "scored": "rollout_id VARCHAR, policy VARCHAR, mean_entropy FLOAT, mean_logprob FLOAT",
     "collected": "rollout_id VARCHAR, logprobs FLOAT[]",
-    "problems": "problem_id VARCHAR",
+    "problems": "problem_id VARCHAR, source VARCHAR, metadata VARCHAR",
     "replayed": "problem_id VARCHAR",
     "draws": "count INTEGER, questions INTEGER",
     "wanted": "rollout_id VARCHAR",
-    "pool_questions": "problem_id VARCHAR, count INTEGER",
+    "pool_questions": "problem_id VARCHAR, count INTEGER, weight DOUBLE",
+    "uses": "problem_id VARCHAR, rollout_id VARCHAR, step INTEGER",
 }
 
 
@@ -57,14 +58,22 @@ def sql_text(name: str) -> str:
     return files("exgrpo_cli.experience").joinpath("sql", f"{name}.sql").read_text(encoding="utf-8")
 
 
-def run_sql(con: duckdb.DuckDBPyConnection, name: str, **parameters: Any) -> list[dict[str, Any]]:
+def run_sql(
+    con: duckdb.DuckDBPyConnection, name: str, text: str | None = None, **parameters: Any
+) -> list[dict[str, Any]]:
     """Run the statements of a query file in order; each is given the parameters that it names.
+
+    Args:
+        con: with the tables that the query names.
+        name: the query.
+        text: what to run in place of its file's text.
+        **parameters: by name.
 
     Returns:
         The rows of the last statement.
     """
     rows: list[dict[str, Any]] = []
-    for statement in con.extract_statements(sql_text(name)):
+    for statement in con.extract_statements(text or sql_text(name)):
         wanted = {key: parameters[key] for key in statement.named_parameters}
         rows = named_rows(con.execute(statement, wanted))
     return rows
@@ -92,21 +101,23 @@ def fill_from(
     fill(con, name)
     with reading((table, path, columns)):
         con.execute(
-            f"INSERT INTO {name} SELECT DISTINCT {', '.join(columns)} FROM read_parquet($files)",
+            f"INSERT INTO {name} BY NAME SELECT DISTINCT {', '.join(columns)}"
+            " FROM read_parquet($files)",
             {"files": literal([path])},
         ).fetchall()
 
 
-def fill_problem_ids(con: duckdb.DuckDBPyConnection, problems: Path) -> None:
-    """The ids of the problem set into the working table ``problems``.
+def fill_problems(con: duckdb.DuckDBPyConnection, problems: Path, more: Sequence[str] = ()) -> None:
+    """The ids of the problem set, and more of its columns, into the working table ``problems``.
 
     Raises:
         InputError: no such file, or not a problems table.
     """
     if not problems.exists():
         raise InputError(f"{problems}: no such file; import the problems of the run first")
-    tables.read_table("problems", problems, ["problem_id"])  # which checks them
-    fill_from(con, "problems", "problems", problems, ["problem_id"])
+    columns = ["problem_id", *more]
+    tables.read_table("problems", problems, columns)  # which checks them
+    fill_from(con, "problems", "problems", problems, columns)
 
 
 @contextmanager

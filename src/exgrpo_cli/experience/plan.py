@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.buckets import draw_counts
-from exgrpo_cli.experience.database import connect, fill, fill_problem_ids
+from exgrpo_cli.experience.database import connect, fill, fill_problems
 from exgrpo_cli.experience.history import read_plan
 from exgrpo_cli.experience.pool import Experience
+from exgrpo_cli.experience.rules import columns_of_problems
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
@@ -34,7 +35,10 @@ def draw_plan(experience: Experience, step: int) -> tuple[pl.DataFrame, int]:
     fill(con, "replayed", [(problem,) for problem in replay])
     fresh = experience.sql("plan_fresh", step=step, limit=recipe.curate.questions - len(replay))
     planned = [(row["problem_id"], "fresh", samples) for row in fresh]
-    planned += [(problem, "replay", samples - 1) for problem in replay]
+    beside = recipe.curate.replay_samples
+    planned += [
+        (problem, "replay", samples - 1 if beside is None else beside) for problem in replay
+    ]
     prefix = "" if recipe.curate.count_replayed else "fresh_"
     found = con.execute(
         f"SELECT problem_id, {prefix}successes, {prefix}attempts FROM questions"
@@ -61,7 +65,7 @@ def _draw_replay(experience: Experience, step: int) -> list[str]:
     """The replay questions of a step, in the order of the plan."""
     recipe = experience.recipe
     experience.sql("pool_questions", step=step)
-    buckets = experience.sql("bucket_weights")
+    buckets = experience.sql("bucket_weights", step=step)
     sizes = {row["count"]: row["questions"] for row in buckets}
     # The margin is for shares that are not exact in binary, such as 0.29 * 100.
     wanted = math.floor(recipe.curate.replay_ratio * recipe.curate.questions + 1e-9)
@@ -87,7 +91,7 @@ def first_plan(problems: Path, recipe: Recipe, log: Log = quiet) -> pl.DataFrame
         InputError: no such file, not a problems table, or no problem in it.
     """
     with connect() as con:
-        fill_problem_ids(con, problems)
+        fill_problems(con, problems, columns_of_problems(recipe.curate))
         plan, _ = draw_plan(Experience(con, RunDir(problems.parent), recipe), 0)
     if not plan.height:
         raise InputError(f"{problems}: no problem in this table; nothing can be sampled")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.experience.curation import (
     Curation,
     all_settings,
@@ -16,8 +16,9 @@ from exgrpo_cli.experience.curation import (
     recorded_metrics,
     table_settings,
 )
-from exgrpo_cli.experience.database import connect, fill_problem_ids, run_sql, spill_of
+from exgrpo_cli.experience.database import connect, fill_problems, run_sql, spill_of, sql_text
 from exgrpo_cli.experience.history import StepFiles, read_step
+from exgrpo_cli.experience.rules import any_mentions, columns_of_problems, with_rules
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.tables.duck import literal, write_query
@@ -43,6 +44,9 @@ class Experience:
     """The last step taken in; -1 before the first."""
     replay_from: int | None = None
     """The first step with replay; None before a success rate exceeded ``start_success``."""
+    recorded: bool = True
+    """Whether what was replayed before is as recorded in the run, and not only as chosen here."""
+    _used: set[int] = field(default_factory=set)
 
     @classmethod
     @contextmanager
@@ -58,17 +62,59 @@ class Experience:
             InputError: the run has no problems.
         """
         with connect(spill or spill_of(run.root)) as con:
-            fill_problem_ids(con, run.problems)
+            fill_problems(con, run.problems, columns_of_problems(recipe.curate))
             yield cls(con, run, recipe)
 
     def sql(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
         """Run a query file of ``sql/``: see :func:`exgrpo_cli.experience.database.run_sql`.
 
-        The settings of ``curate``, ``samples`` (K) and ``seed`` are parameters by their names.
+        The settings of ``curate``, ``samples`` (K), ``batch`` (B) and ``seed`` are parameters by
+        their names; the recipe's rules stand where the query names them.
+
+        Raises:
+            InputError: a rule gives no value that can be used; names the rule and the row.
         """
-        recipe = self.recipe
-        rules = {"samples": recipe.rollout.samples, "seed": recipe.seed}
-        return run_sql(self.con, name, **recipe.curate.model_dump(), **rules, **parameters)
+        import duckdb
+
+        curate = self.recipe.curate
+        given = curate.model_dump() | {
+            "samples": self.recipe.rollout.samples,
+            "batch": curate.questions,
+            "seed": self.recipe.seed,
+        }
+        text, rules = with_rules(sql_text(name), curate)
+        try:
+            return run_sql(self.con, name, text, **given, **parameters)
+        except duckdb.Error as error:
+            if not rules or isinstance(error, duckdb.IOException):
+                raise
+            said = first_line(error)
+            told = said.removeprefix("Invalid Input Error: ")
+            if not told.startswith("rule curate."):
+                told = f"rule {' or '.join(f'curate.{rule}' for rule in rules)}: {said}"
+            raise InputError(f"{self.run.root}: {told}") from error
+
+    def read_uses(self, upto: int) -> None:
+        """What the run replayed in the steps up to one, into ``uses``, where a rule asks for it."""
+        if not self.recorded or not any_mentions(self.recipe.curate, "times_used"):
+            return
+        steps = [s for s in self.run.steps("curated") if s <= upto and s not in self._used]
+        if steps:
+            self.con.execute(
+                "INSERT INTO uses BY NAME"
+                " SELECT problem_id, rollout_id, step FROM read_parquet($files)",
+                {"files": literal([self.run.curated(step) for step in steps])},
+            ).fetchall()
+            self._used |= set(steps)
+
+    def use(self, step: int) -> None:
+        """What is in ``chosen`` is what a step replays."""
+        self.read_uses(step - 1)
+        self._used.add(step)
+        self.con.execute(f"DELETE FROM uses WHERE step = {int(step)}").fetchall()
+        self.con.execute(
+            f"INSERT INTO uses SELECT problem_id, rollout_id, {int(step)} FROM chosen"
+        ).fetchall()
 
     def replays(self, step: int) -> bool:
         """Whether replay is on in a step."""
@@ -87,7 +133,9 @@ class Experience:
         storing = not never and (self.replays(step) or rules.store_before_start)
         self.sql("step_groups", step=step, storing=storing, retiring=not never)
         self.sql("take_in", step=step)
-        self.sql("prune", step=step)
+        if rules.drop != "false":
+            self.read_uses(step)
+            self.sql("prune", step=step)
         solved, sampled = self.con.execute(
             "SELECT coalesce(sum(successes), 0), coalesce(sum(attempts), 0) FROM step_groups"
             " WHERE fresh_attempts > 0"

@@ -63,6 +63,7 @@ def choices(run: RunDir, recipe: Recipe, log: Log = quiet) -> Iterator[Choice]:
         tempfile.TemporaryDirectory(prefix="exgrpo-") as spill,
         Experience.open(run, recipe, Path(spill)) as experience,
     ):
+        experience.recorded = False
         for step in steps:
             try:
                 files = StepFiles.of(run, step)

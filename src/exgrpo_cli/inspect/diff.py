@@ -204,11 +204,11 @@ def format_diff(found: Mapping[str, Any]) -> str:
         [
             *(settings or ["no setting that curation depends on differs"]),
             "",
-            *_aligned([["", "run", "other", "common"], *totals]),
+            *aligned([["", "run", "other", "common"], *totals]),
             "",
             note,
             "",
-            *_aligned([_STEP_NAMES, *map(_step_cells, shown)]),
+            *aligned([_STEP_NAMES, *map(_step_cells, shown)]),
         ]
     )
 
@@ -234,7 +234,7 @@ def _step_cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines with columns of equal width, all but the first to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [

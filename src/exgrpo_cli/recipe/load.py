@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,46 @@ def _unknown_key(key: str) -> str:
     return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-# Keys that are gone: what they were when nobody set them, and what to do instead.
-_GONE: dict[str, tuple[Any, str]] = {
+_CHOICE = {
+    "highest_entropy": "-mean_entropy",
+    "lowest_perplexity": "-mean_logprob",
+    "random": "luck",
+    "newest": "age",
+}
+_WEIGHT = {
+    "linear": "bucket",
+    "sqrt": "sqrt(bucket)",
+    "linear_clip": "least(bucket, samples / 2.0)",
+}
+
+
+def _rule(key: str, expression: str) -> str:
+    return f'write the rule curate.{key} = "{expression}"'
+
+
+def _weights(value: Any) -> str:
+    if value == "uniform":  # all questions in one bucket
+        return _rule("bucket", "0")
+    return _rule("bucket_weight", _WEIGHT.get(value, "1"))
+
+
+# Keys that are gone: what they were when nobody set them, and what to do instead (a function of
+# the value where that depends on it).
+_GONE: dict[str, tuple[Any, str | Callable[[Any], str]]] = {
+    "curate.lower": (0, lambda v: _rule("store", f"correct AND k < n AND k > {v}")),
+    "curate.upper": (None, lambda v: _rule("store", f"correct AND k < n AND k <= {v}")),
+    "curate.weights": ("normal", _weights),
+    "curate.sigma": (
+        1.0,
+        lambda v: _rule("bucket_weight", f"exp(-0.5 * ((bucket - samples / 2.0) / {v}) ** 2)"),
+    ),
+    "curate.selection": (
+        "lowest_entropy",
+        lambda v: _rule("choose", _CHOICE.get(v, "mean_entropy")),
+    ),
+    "curate.max_age": (None, lambda v: _rule("drop", f"age > {v}")),
+    "curate.max_per_question": (None, lambda v: _rule("drop", f"newness > {v}")),
+    "curate.max_trajectories": (None, lambda v: _rule("drop", f"pool_newness > {v}")),
     "rollout.top_p": (1.0, "training rollouts are sampled from the whole distribution"),
     "curate.sigma_unit": ("count", "sigma is in counts of successes"),
     "rollout.enforce_eager": (False, "vLLM compiles where it can"),
@@ -61,8 +99,11 @@ def _without_gone(values: dict[str, Any], origin: str) -> dict[str, Any]:
     for key, (default, advice) in _GONE.items():
         section, _, leaf = key.partition(".")
         here = kept.get(section)
-        if isinstance(here, dict) and leaf in here and here.pop(leaf) != default:
-            raise InputError(f"{origin}: {key} is gone: {advice}")
+        if isinstance(here, dict) and leaf in here:
+            value = here.pop(leaf)
+            if value != default:
+                told = advice if isinstance(advice, str) else advice(value)
+                raise InputError(f"{origin}: {key} is gone: {told}")
     return kept
 
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from exgrpo_cli.recipe.rules import RULES, fault
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -159,8 +171,17 @@ class ScoreSettings(Section):
     )
 
 
+RuleText = Annotated[str, BeforeValidator(lambda v: _rule_text(v))]
+
+
+def _rule_text(value: object) -> object:
+    """A rule as text, also where ``--set curate.drop=false`` made it a value."""
+    return str(value).lower() if isinstance(value, bool | int | float) else value
+
+
 class CurateSettings(Section):
-    """Which experience is kept, and what the next step learns from."""
+    """Which experience is kept, and what the next step learns from. Rules are DuckDB expressions:
+    see [ideas.md](ideas.md)."""
 
     questions: int = Field(128, ge=1, description="B, questions a step")
     replay_ratio: float = Field(
@@ -169,38 +190,54 @@ class CurateSettings(Section):
         le=1.0,
         description="rho, share of replay questions; 0: plain GRPO, nothing stored or retired",
     )
+    replay_samples: int | None = Field(
+        None,
+        ge=1,
+        description="rollouts of a replay question beside its trajectory; default K - 1; fewer save"
+        " generation, and let questions retire sooner",
+    )
     start_success: float = Field(
         0.35, ge=0.0, le=1.0, description="replay starts once a step's success rate exceeds this"
     )
     store_before_start: bool = Field(
         False, description="keep the successes of steps before replay has started"
     )
-    lower: int = Field(0, ge=0, description="successes are stored when lower < k <= upper")
-    upper: int | None = Field(
-        None, ge=0, description="see lower; default none: who succeeds throughout is retired"
+    count_replayed: bool = Field(True, description="whether the replayed row counts in k and n")
+    store: RuleText = Field(
+        "correct AND k < n", description="rule, of each rollout: does it enter the pool"
     )
-    count_replayed: bool = Field(True, description="whether the replayed row counts in the bucket")
-    weights: Literal["normal", "linear", "sqrt", "linear_clip", "uniform"] = Field(
-        "normal", description="how a bucket's weight depends on its count of successes k"
+    retire: RuleText = Field(
+        "fresh_k = fresh_n", description="rule, of each group: is its question never sampled again"
     )
-    sigma: float = Field(
-        1.0, gt=0, description="standard deviation of the normal weights, in counts k"
+    bucket: RuleText = Field("k", description="rule, of each stored question: its bucket")
+    bucket_weight: RuleText = Field(
+        "exp(-0.5 * (bucket - samples / 2.0) ** 2)",
+        description="rule, of each bucket: its weight, however many questions it holds",
     )
-    selection: Literal[
-        "lowest_entropy", "highest_entropy", "lowest_perplexity", "random", "newest"
-    ] = Field("lowest_entropy", description="which stored success of a question is replayed")
+    question: RuleText = Field(
+        "1", description="rule, of each stored question: its weight inside its bucket"
+    )
+    choose: RuleText = Field(
+        "mean_entropy", description="rule, of each stored trajectory: the smallest is replayed"
+    )
+    drop: RuleText = Field(
+        "false", description="rule, of each stored trajectory after a step: does it leave the pool"
+    )
+    fresh: RuleText = Field(
+        "1", description="rule, of each question: its weight among fresh ones inside an epoch"
+    )
     revive_after: int | None = Field(
         None, ge=1, description="retired questions come back after so many steps for a check-up"
     )
-    max_age: int | None = Field(
-        None, ge=1, description="trajectories older than so many steps leave the pool"
-    )
-    max_per_question: int | None = Field(
-        None, ge=1, description="stored successes a question keeps; the oldest go first"
-    )
-    max_trajectories: int | None = Field(
-        None, ge=1, description="trajectories in the whole pool; the oldest go first"
-    )
+
+    @field_validator(*RULES)
+    @classmethod
+    def _usable(cls, value: str, info: ValidationInfo) -> str:
+        default = cls.model_fields[info.field_name or ""].default
+        wrong = None if value == default else fault(info.field_name or "", value)
+        if wrong:
+            raise ValueError(wrong)
+        return value
 
 
 class ObjectiveSettings(Section):
@@ -216,6 +253,14 @@ class ObjectiveSettings(Section):
     )
     clip_low: float = Field(0.2, gt=0, lt=1, description="ratios are clipped to 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="and to 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, gt=1, description="fresh ratios of negative advantages count as at most this"
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        "token",
+        description="ratio of fresh tokens; sequence: its row's, exp of the mean log-ratio (GSPO;"
+        " clip_low and clip_high of 3e-4 and 4e-4 there)",
+    )
     divide_by_std: bool = Field(False, description="divide advantages by the group's deviation")
     aggregate: Literal["fixed_length", "token_mean", "sequence_mean"] = Field(
         "fixed_length",
@@ -332,9 +377,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        upper = self.curate.upper
-        if upper is not None and upper <= self.curate.lower:
-            raise ValueError("curate.upper must be above curate.lower")
         train = self.train
         if train.schedule != "constant" and train.min_learning_rate > train.learning_rate:
             raise ValueError("train.min_learning_rate is above train.learning_rate")

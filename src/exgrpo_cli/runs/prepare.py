@@ -46,11 +46,10 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     for name, source in recipe.evaluate.problems.items():
         if recipe.evaluate.every and not Path(source).exists():
             raise InputError(f"evaluate.problems.{name} = {source!r}: no such file or folder")
-    if recipe.curate.replay_ratio > 0 and recipe.rollout.samples - 1 <= recipe.curate.lower:
+    if recipe.curate.replay_ratio > 0 and recipe.rollout.samples < 2:
         raise InputError(
-            f"rollout.samples = {recipe.rollout.samples} and curate.lower ="
-            f" {recipe.curate.lower}: no success would ever be stored; raise samples, or set"
-            " curate.replay_ratio = 0"
+            f"rollout.samples = {recipe.rollout.samples}: a success retires its question, and none"
+            " would ever be replayed; raise samples, or set curate.replay_ratio = 0"
         )
     changed = {}
     own = run.own_recipe(needed=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.experience.choose import choose, write_curated
+from exgrpo_cli.experience.choose import by_policy, choose, write_curated
 from exgrpo_cli.experience.curation import Curation, recorded_metrics
 from exgrpo_cli.experience.history import StepFiles, history_digests, read_plan
 from exgrpo_cli.experience.plan import all_retired, check_plan, draw_plan, require_plan
@@ -148,7 +148,7 @@ def _say_of_choice(experience: Experience, note: Log) -> None:
         "SELECT sum(unscored), sum(candidates) FROM chosen"
         " HAVING sum(unscored) < sum(candidates) AND sum(unscored) > 0"
     ).fetchone() or (0, 0)
-    if stale:
+    if stale and by_policy(experience.recipe):
         note(
             f"{stale} of {scored} replay candidates were not scored under the step's policy; those"
             f" that were come first. To score all: exgrpo score {experience.run.root}"

@@ -29,7 +29,11 @@ SCHEMAS: dict[str, dict[str, Column]] = {
         "step": ("INTEGER", False, "key: the step these questions are for"),
         "problem_id": ("VARCHAR", False, "key"),
         "role": ("VARCHAR", False, "fresh or replay"),
-        "samples": ("INTEGER", False, "rollouts to sample: K for fresh, K - 1 for replay"),
+        "samples": (
+            "INTEGER",
+            False,
+            "rollouts to sample: K, or of a replay question K - 1",
+        ),
         "successes": ("INTEGER", True, "the question's bucket when it was planned"),
         "attempts": ("INTEGER", True, "out of how many"),
     },

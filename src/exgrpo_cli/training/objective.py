@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LOG_RATIO_BOUND = 20.0
+"""Nats; exp of it, 5e8, is far from anything that training could use."""
+
 Sums = dict[str, float]
 """Sums over tokens, to be added up over micro-batches by :func:`merge_sums`."""
 
@@ -105,11 +108,11 @@ def shape_ratio(log_ratio: Tensor, shaping: str, beta: float, power: float) -> T
     if shaping == "ratio":
         shaped = torch.sigmoid(log_ratio - math.log(beta))
     elif shaping == "none":
-        shaped = log_ratio.exp()
+        shaped = _bounded(log_ratio).exp()
     elif shaping == "power":
-        shaped = (power * log_ratio).exp()
+        shaped = _bounded(power * log_ratio).exp()
     elif shaping == "sqrt":
-        shaped = (0.5 * log_ratio).exp()
+        shaped = _bounded(0.5 * log_ratio).exp()
     else:
         raise ValueError(f"unknown shaping {shaping!r}")
     return shaped
@@ -133,11 +136,15 @@ def policy_loss(
     shaping: str,
     beta: float,
     power: float = 0.5,
+    sequences: Tensor | None = None,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Sums]:
     """The loss of every token, not yet weighted, and the sums that its metrics are made of.
 
     Fresh: -A w with w = pi / pi_old, or PPO's clipped max(-A w, -A clip(w)). Replayed:
-    -A f(w*) with w* = pi / pi_past and f the policy shaping; never clipped.
+    -A f(w*) with w* = pi / pi_past and f the policy shaping; never clipped. Where f is bounded by
+    1, so is what a replayed failure (A < 0) pushes down: at most |A| a token, and the less the
+    further the policy has left it already.
 
     Args:
         logprobs: ``[T]`` under the policy in training, with gradient, nats.
@@ -149,6 +156,9 @@ def policy_loss(
         shaping: see :func:`shape_ratio`, as ``beta`` and ``power``.
         beta: see ``shaping``.
         power: see ``shaping``.
+        sequences: ``[T]`` int64, the row of each token: a fresh token's w is then that of its
+            row, exp of the mean log-ratio of its tokens (GSPO, arXiv 2507.18071).
+        dual_clip: where A < 0, w counts as at most this (dual clip, arXiv 1912.09729).
 
     Returns:
         ``[T]`` token losses with gradient, and :data:`Sums`.
@@ -157,7 +167,10 @@ def policy_loss(
     fresh = (~replayed).nonzero().squeeze(-1)
     past = replayed.nonzero().squeeze(-1)
 
-    ratio = log_ratio[fresh].exp()
+    fresh_log_ratio = log_ratio[fresh]
+    if sequences is not None:
+        fresh_log_ratio = _row_means(fresh_log_ratio, sequences[fresh])
+    ratio = _bounded(fresh_log_ratio).exp()
     fresh_advantages = advantages[fresh]
     fresh_loss = -fresh_advantages * ratio
     clipped = torch.zeros_like(ratio)
@@ -165,6 +178,9 @@ def policy_loss(
         bounded = -fresh_advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
         clipped = (bounded > fresh_loss).to(ratio.dtype)
         fresh_loss = torch.maximum(fresh_loss, bounded)
+    if dual_clip is not None:
+        least = torch.minimum(fresh_loss, -fresh_advantages * dual_clip)
+        fresh_loss = torch.where(fresh_advantages < 0, least, fresh_loss)
 
     shaped = shape_ratio(log_ratio[past], shaping, beta, power)
     past_loss = -advantages[past] * shaped
@@ -196,6 +212,22 @@ def policy_loss(
     )
     sums = dict(zip(names, values.tolist(), strict=True))
     return losses, sums | {"fresh": float(fresh.numel()), "replayed": float(past.numel())}
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    """Log-ratios within the bound, so that no exp overflows; what is not finite stays, to be
+    found."""
+    held = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.where(log_ratio.isfinite(), held, log_ratio)
+
+
+def _row_means(values: Tensor, rows: Tensor) -> Tensor:
+    """``[T]``: each token gets the mean of its row."""
+    if not values.numel():
+        return values
+    zeros = values.new_zeros(int(rows.max()) + 1)
+    sizes = zeros.index_add(0, rows, torch.ones_like(values)).clamp(min=1)
+    return (zeros.index_add(0, rows, values) / sizes)[rows]
 
 
 def truncated_importance(mismatch: Tensor, cap: float) -> Tensor:

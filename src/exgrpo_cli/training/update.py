@@ -201,6 +201,7 @@ def _micro_batch(
         return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(logprobs)
 
     replayed = torch.tensor([row.replayed for row in rows]).repeat_interleave(sizes)
+    numbers = torch.arange(len(rows)).repeat_interleave(sizes).to(device)
     losses, sums = objective.policy_loss(
         logprobs,
         old.to(logprobs),
@@ -210,6 +211,8 @@ def _micro_batch(
         shaping=settings.shaping,
         beta=settings.beta,
         power=settings.power,
+        sequences=numbers if settings.ratio == "sequence" else None,
+        dual_clip=settings.dual_clip,
     )
     samplers = [
         part if row.sampler is None else row.sampler for row, part in zip(rows, olds, strict=True)

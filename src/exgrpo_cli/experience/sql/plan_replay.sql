@@ -1,7 +1,7 @@
--- The replay questions of a step: from each bucket as many as were drawn for it, uniformly and
--- without replacement.
+-- The replay questions of a step: from each bucket as many as were drawn for it, by weight and
+-- without replacement (the smallest of exponential variables: Efraimidis and Spirakis, 2006).
 --
--- in   pool_questions   (problem_id, count)
+-- in   pool_questions   (problem_id, count, weight)
 --      draws            (count, questions): how many of each bucket
 --      $seed, $step     of the order inside a bucket
 -- out  problem_id, in the order of the plan
@@ -11,7 +11,10 @@ FROM (
         problem_id,
         count,
         md5(concat_ws(':', 'replay', $seed, $step, problem_id)) AS ticket,
-        row_number() OVER (PARTITION BY count ORDER BY ticket, problem_id) AS place
+        row_number() OVER (
+            PARTITION BY count
+            ORDER BY -ln(1 - <share|ticket>) / weight, ticket, problem_id
+        ) AS place
     FROM pool_questions
 )
 JOIN draws USING (count)

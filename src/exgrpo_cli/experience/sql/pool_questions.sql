@@ -1,28 +1,38 @@
--- The questions that can be replayed, each with the bucket it is drawn from.
+-- The questions that can be replayed, each with the bucket it is drawn from and its weight inside.
 --
--- in   experience, questions, problems (problem_id)
+-- in   experience, questions, problems
 --      $step             the step that is being planned
+--      $samples, $batch  K and B
 --      $count_replayed   which pair of counts makes the bucket
---      $weights          uniform puts all questions into one bucket
---      $samples          K: a count k of another number of attempts n is brought to K's scale
 --      $revive_after     retired questions come back after so many steps; null: never
--- out  pool_questions    (problem_id, count): count is the number of successes k out of K
+--      <bucket>, <question>   the rules
+-- out  pool_questions    (problem_id, count, weight): count is the bucket's number
 CREATE OR REPLACE TEMP TABLE pool_questions AS
-SELECT
-    problem_id,
-    CASE
-        WHEN $weights = 'uniform' THEN 0
-        WHEN n = $samples THEN k
-        ELSE greatest(1, least($samples - 1, CAST(round(k * $samples / n) AS INTEGER)))
-    END AS count
-FROM (
+WITH held AS (
+    SELECT problem_id, CAST(count(*) AS INTEGER) AS stored FROM experience GROUP BY problem_id
+),
+seen AS (
     SELECT
-        problem_id,
-        CASE WHEN $count_replayed THEN successes ELSE fresh_successes END AS k,
-        CASE WHEN $count_replayed THEN attempts ELSE fresh_attempts END AS n
-    FROM questions
-    WHERE bucket IS NOT NULL
-        AND (retired_step IS NULL OR $step >= retired_step + $revive_after)
+        q.problem_id,
+        <k|q> AS k,
+        <success_rate|q> AS success_rate,
+        q.times_replayed,
+        $step - q.last_step AS since_sampled,
+        h.stored,
+        p.source,
+        p.metadata,
+        CAST($samples AS INTEGER) AS samples,
+        CAST($batch AS INTEGER) AS batch,
+        CAST($step AS INTEGER) AS step,
+        <luck|'question', q.problem_id> AS luck
+    FROM questions AS q
+    JOIN held AS h ON h.problem_id = q.problem_id
+    JOIN problems AS p ON p.problem_id = q.problem_id
+    WHERE q.bucket IS NOT NULL
+        AND (q.retired_step IS NULL OR $step >= q.retired_step + $revive_after)
 )
-SEMI JOIN experience USING (problem_id)
-SEMI JOIN problems USING (problem_id);
+SELECT *
+FROM (
+    SELECT problem_id, <bucket|problem_id> AS count, <question|problem_id> AS weight FROM seen
+)
+WHERE weight > 0;

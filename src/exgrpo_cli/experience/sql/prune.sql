@@ -1,48 +1,54 @@
--- The limits of the pool: the oldest trajectories go first, and of one step's those with the highest
--- sample numbers, so that a question loses its surplus before its only success. What is gone counts as
--- unknown: should the policy sample the same tokens again, they enter anew, with their log-probabilities
--- of then.
+-- What leaves the pool by the rule. What is gone counts as unknown: should the policy sample the same
+-- tokens again, they enter anew, with their log-probabilities of then.
 --
--- in   experience         as it stands after the step took in what it sampled
---      step_groups        the step's groups: only their questions can have too many now
---      $step              t
---      $max_age           the highest age, in steps, at which a trajectory may be replayed; null: any
---      $max_per_question  trajectories a question may keep; null: any number
---      $max_trajectories  trajectories the pool may hold; null: any number
--- out  experience         without what is beyond the limits
-
--- By age: what would be too old in the next step.
-DELETE FROM experience WHERE $step + 1 - step > $max_age;
-
--- By count per question.
+-- in   experience, questions, problems   as they stand after the step took in what it sampled
+--      uses             (problem_id, rollout_id, step): what was replayed up to this step
+--      $step            t
+--      $samples, $batch K and B
+--      <drop>           the rule
+-- out  experience       without the trajectories that leave
 DELETE FROM experience
 WHERE rollout_id IN (
-    SELECT rollout_id
-    FROM experience
-    WHERE $max_per_question IS NOT NULL
-        AND problem_id IN (SELECT problem_id FROM step_groups)
-    QUALIFY row_number() OVER (
-        PARTITION BY problem_id
-        ORDER BY step DESC, sample, rollout_id DESC
-    ) > $max_per_question
-);
-
--- In all: whole steps from the oldest on, and of the last of these steps as many as needed.
-DELETE FROM experience
-WHERE rollout_id IN (
-    WITH steps AS (
+    WITH used AS (
+        SELECT rollout_id, CAST(count(*) AS INTEGER) AS times
+        FROM uses
+        WHERE step <= $step
+        GROUP BY rollout_id
+    ),
+    seen AS (
         SELECT
-            step,
-            sum(count(*)) OVER (ORDER BY step) - count(*) AS older,
-            sum(count(*)) OVER () - $max_trajectories AS excess
-        FROM experience
-        GROUP BY step
+            e.rollout_id,
+            e.problem_id,
+            $step + 1 - e.step AS age,
+            -- Of one step's the highest sample numbers are the oldest, so that a question loses its
+            -- surplus before its only success.
+            row_number() OVER (
+                PARTITION BY e.problem_id
+                ORDER BY e.step DESC, e.sample, e.rollout_id DESC
+            ) AS newness,
+            row_number() OVER (ORDER BY e.step DESC, e.sample, e.rollout_id DESC) AS pool_newness,
+            coalesce(u.times, 0) AS times_used,
+            e.reward,
+            e.tokens,
+            e.mean_entropy,
+            e.mean_logprob,
+            e.mean_entropy AS collected_entropy,
+            e.mean_logprob AS collected_logprob,
+            <k|q> AS k,
+            <success_rate|q> AS success_rate,
+            coalesce(q.times_replayed, 0) AS times_replayed,
+            $step + 1 - q.last_step AS since_sampled,
+            CAST(count(*) OVER (PARTITION BY e.problem_id) AS INTEGER) AS stored,
+            p.source,
+            p.metadata,
+            CAST($samples AS INTEGER) AS samples,
+            CAST($batch AS INTEGER) AS batch,
+            CAST($step AS INTEGER) AS step,
+            <luck|'drop', e.rollout_id> AS luck
+        FROM experience AS e
+        LEFT JOIN used AS u ON u.rollout_id = e.rollout_id
+        LEFT JOIN questions AS q ON q.problem_id = e.problem_id
+        LEFT JOIN problems AS p ON p.problem_id = e.problem_id
     )
-    SELECT p.rollout_id
-    FROM experience AS p
-    JOIN steps AS s ON s.step = p.step AND s.older < s.excess
-    QUALIFY s.older + row_number() OVER (
-        PARTITION BY p.step
-        ORDER BY p.sample DESC, p.rollout_id
-    ) <= s.excess
+    SELECT rollout_id FROM seen WHERE <drop|rollout_id>
 );

@@ -1,19 +1,22 @@
 -- The groups of one step: the rows of one question in one role, and what becomes of them.
 --
--- in   step_rows, questions and experience (as they stood before the step)
+-- in   step_rows, questions, experience and problems (as they stood before the step)
 --      planned           (problem_id, role): the step's plan; empty where none is kept
 --      $step             t
---      $lower, $upper    a group is stored when lower < k <= upper; upper null: however often
+--      $samples, $batch  K and B
 --      $count_replayed   whether k and n include the replayed row
 --      $storing          whether this step stores at all: replay is on, or store_before_start
 --      $retiring         whether questions retire at all: not where nothing is ever replayed
 --      $revive_after     retired questions come back after so many steps; null: never
+--      <retire>          the rule
 -- out  step_groups       problem_id, role,
 --                        successes, attempts               the replayed row counted,
 --                        fresh_successes, fresh_attempts   without it,
 --                        retired    whether the question was retired before (it then leaves nothing),
---                        solved     whether a group of the question succeeded throughout in this step,
---                        stores     whether the group's successes enter the pool and move the bucket
+--                        solved     whether the rule retires the question by a group of this step,
+--                        stores     whether the group's rollouts may enter the pool,
+--                        moves      whether its counts become the question's: it has a success
+--                        and the columns that rules see of a group and of its question
 CREATE OR REPLACE TEMP TABLE step_groups AS
 WITH sampled AS (
     SELECT
@@ -25,12 +28,14 @@ WITH sampled AS (
         -- whose trajectories have left the pool since it was planned has none.
         CAST(
             role = 'replay' AND problem_id IN (SELECT problem_id FROM experience) AS INTEGER
-        ) AS replayed
+        ) AS replayed,
+        sum(CAST(reward AS DOUBLE)) AS total,
+        sum(CAST(reward AS DOUBLE) * reward) AS squares
     FROM step_rows
     GROUP BY problem_id, role
     UNION ALL
     -- Planned but not sampled (its prompt is too long): it had its turn in this epoch all the same.
-    SELECT problem_id, role, 0, 0, 0
+    SELECT problem_id, role, 0, 0, 0, 0, 0
     FROM planned
     WHERE role = 'fresh' AND problem_id NOT IN (SELECT problem_id FROM step_rows)
 ),
@@ -42,21 +47,49 @@ counted AS (
         fresh_attempts + replayed AS attempts,
         fresh_successes,
         fresh_attempts,
-        CASE WHEN $count_replayed THEN fresh_successes + replayed ELSE fresh_successes END AS k,
-        $retiring AND bool_or(fresh_attempts > 0 AND fresh_successes = fresh_attempts)
-            OVER (PARTITION BY problem_id) AS solved
+        CASE WHEN $count_replayed THEN successes ELSE fresh_successes END AS k,
+        CASE WHEN $count_replayed THEN attempts ELSE fresh_attempts END AS n,
+        fresh_successes AS fresh_k,
+        fresh_attempts AS fresh_n,
+        (total + replayed) / attempts AS mean_reward,
+        CASE WHEN attempts < 2 THEN 0.0 ELSE
+            sqrt(greatest(0, squares + replayed - attempts * mean_reward ** 2) / (attempts - 1))
+        END AS std_reward
     FROM sampled
+),
+held AS (
+    SELECT problem_id, CAST(count(*) AS INTEGER) AS stored
+    FROM experience
+    WHERE problem_id IN (SELECT problem_id FROM counted)
+    GROUP BY problem_id
+),
+seen AS (
+    SELECT
+        c.*,
+        q.retired_step,
+        coalesce(q.times_replayed, 0) AS times_replayed,
+        $step - q.last_step AS since_sampled,
+        coalesce(h.stored, 0) AS stored,
+        p.source,
+        p.metadata,
+        CAST($samples AS INTEGER) AS samples,
+        CAST($batch AS INTEGER) AS batch,
+        CAST($step AS INTEGER) AS step,
+        <luck|'retire', c.problem_id> AS luck
+    FROM counted AS c
+    LEFT JOIN questions AS q ON q.problem_id = c.problem_id
+    LEFT JOIN held AS h ON h.problem_id = c.problem_id
+    LEFT JOIN problems AS p ON p.problem_id = c.problem_id
+),
+ruled AS (
+    SELECT *, CASE WHEN $retiring AND fresh_n > 0 THEN <retire|problem_id> ELSE false END AS mastered
+    FROM seen
 )
 SELECT
-    g.problem_id,
-    g.role,
-    g.successes,
-    g.attempts,
-    g.fresh_successes,
-    g.fresh_attempts,
-    g.solved,
-    q.retired_step IS NOT NULL
-        AND ($revive_after IS NULL OR $step < q.retired_step + $revive_after) AS retired,
-    $storing AND NOT retired AND NOT g.solved AND g.k > $lower AND g.k <= coalesce($upper, g.k) AS stores
-FROM counted AS g
-LEFT JOIN questions AS q ON q.problem_id = g.problem_id;
+    * EXCLUDE (mastered, retired_step, luck),
+    bool_or(mastered) OVER (PARTITION BY problem_id) AS solved,
+    retired_step IS NOT NULL
+        AND ($revive_after IS NULL OR $step < retired_step + $revive_after) AS retired,
+    $storing AND NOT retired AND NOT solved AS stores,
+    stores AND k > 0 AS moves
+FROM ruled;

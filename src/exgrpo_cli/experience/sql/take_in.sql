@@ -3,6 +3,7 @@
 -- in   step_rows, step_groups
 --      $step             t
 --      $count_replayed   which pair of counts makes the bucket
+--      <store>           the rule
 -- out  questions         the step's questions renewed
 --      experience        the trajectories of questions retired now are gone; new successes are in
 
@@ -19,12 +20,12 @@ step_questions AS (
         max(fresh_attempts) > 0 AS sampled,
         bool_or(retired) AS retired,
         bool_or(solved) AS solved,
-        bool_or(stores) AS stores,
+        bool_or(moves) AS moves,
         -- Where a question has two groups in a step, the fresh one comes last: its bucket stays.
-        arg_min(successes, role) FILTER (WHERE stores) AS successes,
-        arg_min(attempts, role) FILTER (WHERE stores) AS attempts,
-        arg_min(fresh_successes, role) FILTER (WHERE stores) AS fresh_successes,
-        arg_min(fresh_attempts, role) FILTER (WHERE stores) AS fresh_attempts
+        arg_min(successes, role) FILTER (WHERE moves) AS successes,
+        arg_min(attempts, role) FILTER (WHERE moves) AS attempts,
+        arg_min(fresh_successes, role) FILTER (WHERE moves) AS fresh_successes,
+        arg_min(fresh_attempts, role) FILTER (WHERE moves) AS fresh_attempts
     FROM step_groups
     GROUP BY problem_id
 ),
@@ -38,14 +39,14 @@ counts AS (
             WHEN s.solved THEN $step
             -- else null: also where a question that came back failed its check-up
         END AS retired_step,
-        -- A question that is retired now has no bucket; one that stores nothing keeps its bucket.
-        CASE WHEN s.solved THEN NULL WHEN s.stores THEN s.successes ELSE q.successes
+        -- A question that is retired now has no bucket; one without a success keeps its bucket.
+        CASE WHEN s.solved THEN NULL WHEN s.moves THEN s.successes ELSE q.successes
         END AS successes,
-        CASE WHEN s.solved THEN NULL WHEN s.stores THEN s.attempts ELSE q.attempts
+        CASE WHEN s.solved THEN NULL WHEN s.moves THEN s.attempts ELSE q.attempts
         END AS attempts,
-        CASE WHEN s.solved THEN NULL WHEN s.stores THEN s.fresh_successes ELSE q.fresh_successes
+        CASE WHEN s.solved THEN NULL WHEN s.moves THEN s.fresh_successes ELSE q.fresh_successes
         END AS fresh_successes,
-        CASE WHEN s.solved THEN NULL WHEN s.stores THEN s.fresh_attempts ELSE q.fresh_attempts
+        CASE WHEN s.solved THEN NULL WHEN s.moves THEN s.fresh_attempts ELSE q.fresh_attempts
         END AS fresh_attempts,
         coalesce(q.times_replayed, 0) AS times_replayed,
         q.epoch,
@@ -97,14 +98,23 @@ WITH known AS (
     SELECT problem_id, token_hash
     FROM experience
     WHERE problem_id IN (SELECT problem_id FROM step_groups)
+),
+seen AS ( -- with the columns that the rule sees
+    SELECT
+        r.*,
+        g.* EXCLUDE (problem_id, role, step),
+        r.reward - g.mean_reward AS advantage,
+        <luck|'store', r.rollout_id> AS luck
+    FROM step_rows AS r
+    JOIN step_groups AS g ON g.problem_id = r.problem_id AND g.role = r.role
+    WHERE g.stores
 )
 SELECT
     r.rollout_id, r.problem_id, r.step, r.sample, r.tokens, r.token_hash, r.reward,
     r.mean_entropy, r.mean_logprob, r.entropy_source, r.entropy_policy, r.part
-FROM step_rows AS r
-JOIN step_groups AS g ON g.problem_id = r.problem_id AND g.role = r.role
+FROM seen AS r
 ANTI JOIN known ON known.problem_id = r.problem_id AND known.token_hash = r.token_hash
-WHERE r.correct AND g.stores
+WHERE correct AND <store|rollout_id>
 QUALIFY row_number() OVER (
     PARTITION BY r.problem_id, r.token_hash
     ORDER BY r.role DESC, r.sample, r.rollout_id -- the replay group comes first
