@@ -260,6 +260,7 @@ def _read_rows(
     import duckdb
 
     tables.check_columns("rollouts", file, columns)
+    tables.read_table("rollouts", file, [name for name in columns if name != "text"])
     # DuckDB takes brackets and stars in a name for patterns.
     name = tables.literal_path(file.absolute())
     number = 0
