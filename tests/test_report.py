@@ -142,6 +142,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 def test_examples_show_one_of_each_kind_with_gold_and_answer(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 4)
+    tables.write_text(run.recipe, "seed = 0\n")
     page = _page(run)
     assert list(page.texts["b"]) == [
         "right",
@@ -162,6 +163,7 @@ def test_examples_show_one_of_each_kind_with_gold_and_answer(tmp_path: Path) -> 
 def test_examples_without_their_problems_and_with_a_long_response(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 0)
+    tables.write_text(run.recipe, "seed = 0\n")
     run.problems.unlink()
     file = run.rollouts(0) / tables.part_name(0, 2)
     rows = tables.read_table("rollouts", file).to_dicts()

@@ -200,6 +200,7 @@ def test_half_made_runs(call: Call, tmp_path: Path) -> None:
 def test_a_step_is_asked_for_and_gaps_behind_are_said(call: Call, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 0)
+    tables.write_text(run.recipe, "seed = 0\n")
     make_metrics(run, 1)
     run.policy(1).mkdir(parents=True)
     (run.verdicts(0) / tables.part_name(1, 2)).unlink()

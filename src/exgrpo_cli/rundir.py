@@ -138,8 +138,8 @@ class RunDir:
             return self.recipe
         if needed and any(self.steps(kind) for kind in ("rollouts", "policy")):
             raise InputError(
-                f"{self.recipe}: missing or empty, though the run has begun; restore it, or give"
-                " the recipe that it was begun with: --recipe FILE"
+                f"{self.recipe}: missing or empty, though the run has begun; restore it, or put the"
+                f" recipe there that it was begun with: exgrpo init {self.root} --recipe FILE"
             )
         return None
 
