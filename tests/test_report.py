@@ -163,6 +163,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 def test_whole_groups_with_rewards_and_advantages(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 4)
+    tables.write_text(run.recipe, "seed = 0\n")
     page = _page(run)
     found = [" ".join(text.split()) for text in page.texts["p"] if "· advantage" in text]
     assert len(found) == 6  # two questions, all of their samples
@@ -271,6 +272,7 @@ def test_provenance_is_a_table(tmp_path: Path) -> None:
 def test_examples_without_their_problems_and_with_a_long_response(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 0)
+    tables.write_text(run.recipe, "seed = 0\n")
     run.problems.unlink()
     file = run.rollouts(0) / tables.part_name(0, 2)
     rows = tables.read_table("rollouts", file).to_dicts()

@@ -83,6 +83,7 @@ def test_a_run_that_has_only_its_recipe(tmp_path: Path) -> None:
 def test_next_stage_follows_the_files(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     make_tables(run, 0)
+    tables.write_text(run.recipe, "seed = 0\n")
     make_metrics(run, 1)
 
     def following() -> str:

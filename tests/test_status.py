@@ -228,13 +228,14 @@ def test_half_made_runs(call: Call, tmp_path: Path) -> None:
 def test_a_step_is_asked_for_and_gaps_behind_are_said(call: Call, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 0)
+    tables.write_text(run.recipe, "seed = 0\n")
     make_metrics(run, 1)
     run.policy(1).mkdir(parents=True)
     (run.verdicts(0) / tables.part_name(1, 2)).unlink()
     tables.write_json(run.curation, {"replay_from": 1})
     wide_step(run, 1, 1, {"rollouts": [0], "verdicts": [0], "scores": [0]})
     said = call("status", run.root)
-    assert "1 steps done, policy step-00001, replay since step 1" in said
+    assert "1 of 500 steps done, policy step-00001, replay since step 1" in said
     assert "step 0 is trained, but parts are missing: verify 1\n" in said
     assert f"next: exgrpo verify {run.root} --step 0" in said  # curate reads the whole log
     shutil.rmtree(run.rollouts(0))

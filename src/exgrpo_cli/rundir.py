@@ -14,7 +14,7 @@ from typing import Any
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.machine import is_first_process
-from exgrpo_cli.tables import finite_or_none, write_json, write_text
+from exgrpo_cli.tables import finite_or_none, read_json, write_json, write_text
 
 
 def step_name(step: int) -> str:
@@ -138,8 +138,8 @@ class RunDir:
             return self.recipe
         if needed and any(self.steps(kind) for kind in ("rollouts", "policy")):
             raise InputError(
-                f"{self.recipe}: missing or empty, though the run has begun; restore it, or give"
-                " the recipe that it was begun with: --recipe FILE"
+                f"{self.recipe}: missing or empty, though the run has begun; restore it, or put the"
+                f" recipe there that it was begun with: exgrpo init {self.root} --recipe FILE"
             )
         return None
 
@@ -176,12 +176,7 @@ class RunDir:
                 continue
             merged: dict[str, Any] = {"step": number}
             for file in sorted((self.root / "metrics" / step_name(number)).glob("*.json")):
-                try:
-                    merged |= json.loads(file.read_text(encoding="utf-8"))
-                except (ValueError, TypeError) as error:
-                    raise InputError(
-                        f"{file}: damaged; remove it (its numbers of step {number} are lost)"
-                    ) from error
+                merged |= read_json(file, f"remove it (its numbers of step {number} are lost)")
             lines[number] = merged
         if lines:
             text = "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines))

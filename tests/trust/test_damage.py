@@ -344,7 +344,7 @@ def outcome(
 
 
 @settings(
-    max_examples=CASES or 60,
+    max_examples=CASES or 90,
     derandomize=not CASES,
     deadline=None,
     database=None,

@@ -156,10 +156,4 @@ def recorded_metrics(run: RunDir, step: int) -> dict[str, Any] | None:
     path = run.root / "metrics" / step_name(step) / "curate.json"
     if not path.exists():
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: damaged; remove it, and curate makes it anew")
-    return found
+    return tables.read_json(path, "remove it, and curate makes it anew")

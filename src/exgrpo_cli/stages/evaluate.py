@@ -114,7 +114,8 @@ def evaluate(
     answers = _digest([*how, *sorted(table.select("problem_id", "answer", "verifier").rows())])
     rollouts, verdicts = out / "rollouts.parquet", out / "verdicts.parquet"
     request = out / "evaluation.json"
-    before = json.loads(request.read_text(encoding="utf-8")) if request.exists() else {}
+    anew = "remove its folder, and evaluate makes it anew"
+    before = tables.read_json(request, anew) if request.exists() else {}
     if rollouts.exists() and not force:
         _refuse_other(out, before, asked)
         log(f"evaluate: {rollouts} is there; not sampled again")

@@ -72,8 +72,9 @@ def score(
         with progress(f"score step {step.number}", len(todo), log) as advance:
             for target, source in todo:
                 if isinstance(source, Path):
-                    columns = ["rollout_id", "prompt_ids", "token_ids"]
-                    rows, kind = tables.read_table("rollouts", source, columns), "rows"
+                    columns = ["rollout_id", "step", "prompt_ids", "token_ids"]
+                    own = None if "rollouts" in step.given else step.number
+                    rows, kind = tables.read_table("rollouts", source, columns, step=own), "rows"
                 else:
                     rows, kind = _trajectories(step, source), "candidates"
                 began = time.monotonic()

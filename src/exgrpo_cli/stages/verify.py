@@ -257,6 +257,7 @@ def _read_rows(
     import duckdb
 
     tables.check_columns("rollouts", file, columns)
+    tables.read_table("rollouts", file, [name for name in columns if name != "text"])
     number = 0
     try:
         con.execute(

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from exgrpo_cli.errors import InputError
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a write for which there is no room."""
 _ABANDONED_SECONDS = 3600.0
@@ -147,6 +149,25 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
+
+
+def read_json(path: Path, mend: str) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Args:
+        path: the file.
+        mend: what to do where it is damaged, for the message.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: damaged; {mend}")
+    return found
 
 
 def finite_or_none(value: Any) -> Any:
