@@ -74,6 +74,8 @@ ONE_AND_ONE: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         ["2"],
     ),
     "said": ({"query": "1+1?", "response": "Add them. The answer is: 2"}, "plain", ["2"]),
+    "alpaca": ({"instruction": "1+1?", "input": "", "output": "The answer is 2."}, "plain", ["2"]),
+    "completion": ({"prompt": "1+1?", "completion": r"So \boxed{2}."}, "plain", ["2"]),
     "box_list": (
         {"problem": "1+1?", "solution": r"$\boxed{1}$ and $\boxed{-2}$"},
         "math",
@@ -121,6 +123,17 @@ def test_what_stands_before_the_question_belongs_to_it(tmp_path: Path) -> None:
     row = {"question": "How far?", "final_answer": ["2"], "context": "A car drives."}
     problem = one(write_jsonl(tmp_path / "a.jsonl", [row]))
     assert problem["prompt"][0]["content"] == "A car drives.\n\nHow far?"
+    alpaca = {"instruction": "Add.", "input": "1, 1", "output": "2"}
+    problem = one(write_jsonl(tmp_path / "b.jsonl", [alpaca]))
+    assert problem["prompt"][0]["content"] == "Add.\n\n1, 1"
+
+
+def test_rows_that_are_chats(tmp_path: Path) -> None:
+    said = {"from": "assistant", "ground_truth": {"value": r"\frac{1}{2}"}}
+    path = tmp_path / "orz.json"
+    path.write_text(json.dumps([[{"from": "human", "value": "1/2?"}, said]]))
+    problem = one(path)
+    assert (problem["prompt"][0]["content"], problem["answer"]) == ("1/2?", r"\frac{1}{2}")
 
 
 def test_several_golds_survive_a_second_import(tmp_path: Path) -> None:
@@ -229,6 +242,10 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "agieval": ({"choices": ["(A)red", "(B)blue", "(C)green", "(D)brown"], "gold": [1]}, "mmlu"),
     "mmlu_pro": ({"options": COLOURS, "answer": "B", "answer_index": 1}, "mmlu_pro"),
     "mmlu_pro_index": ({"options": COLOURS, "answer_index": 1}, "mmlu_pro"),
+    "supergpqa": (
+        {"uuid": "u", "options": COLOURS, "answer": "blue", "answer_letter": "B"},
+        "mmlu_pro",
+    ),
     "aqua": ({"options": ["A)red", "B)blue", "C)green", "D)brown"], "correct": "B"}, "mmlu_pro"),
     "medqa": ({"options": WITH_LETTERS, "answer": "blue", "answer_idx": "B"}, "mmlu_pro"),
 }

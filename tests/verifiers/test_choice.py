@@ -17,6 +17,16 @@ from exgrpo_cli.verifiers import Verdict, choice, exact
         ("The answer is C because it is so", "C"), ("The correct option is C.", "C"),
         ("The correct answer is option D", "D"), ("A is right", "A"), ("B, because", "B"),
         ("Ｃ", "C"), ("（B）", "B"), ("E: None of the above", "E"),
+        ("Ans: D", "D"), ("Ans. D", "D"), ('"D"', "D"), ("'D'", "D"), ("“D”", "D"), ("[[D]]", "D"),
+        ("Thus, D", "D"), ("Therefore D.", "D"), ("D)12", "D"), ("(D)12", "D"), ("D。", "D"),
+        ("选D", "D"), ("选项D", "D"), ("D选项", "D"), ("正确答案是 D", "D"), ("【D】", "D"),
+        ("Ｄ．", "D"),
+        # the option's text names others
+        ("D. A and B", "D"), ("(D) A or B", "D"), ("(D) A, B, and C", "D"),
+        # refuted, or one of several that are discussed
+        ("A is wrong", None), ("A is not correct", None), ("B is clearly incorrect", None),
+        ("A (incorrect)", None), ("A = 12, B = 13", None), ("D) 12 or C) 13", None),
+        ("A because B is wrong", "A"), ("D (not C)", "D"), ("so", None),
         ("K", None), ("A man walks", None), ("12", None), ("", None), ("bad", None),
         ("neither B nor C", None), ("B, not C", None), ("(B) and also C", None),
         # several

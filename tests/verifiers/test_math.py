@@ -174,7 +174,12 @@ RIGHT = [
     ("5", "3+2=5"), ("3.14", r"\pi \approx 3.14"), (r"\pi", r"\pi \approx 3.14"),
     ("E_{1},E_{2}", "E_2, E_1"), ("7", r"7 \text{(mod 10)}"), ("2", r"x \in \{2\}"),
     (r"12000\pi", r"12,000\pi"),
-    (r"m_{\max }=n^{2}", "n^2"), (r"v_{\text{max}}", r"v_\mathrm{max}"),
+    (r"m_{\max }=n^{2}", "n^2"), ("12", "12 yen"), ("12", "12元"), ("12", "12 eV"),
+    ("5", r"\textcolor{red}{5}"), ("5", r"\color{red}{5}"), ("5", r"\large 5"),
+    ("5", r"\Rightarrow 5"), (r"(5,\infty)", r"\{x \mid x>5\}"), (r"\{x : x>5\}", r"(5,\infty)"),
+    (r"\{x\in\mathbb{R} \mid x>5\}", "x>5"), ("3+4i", r"3+4\mathrm{i}"), ("1024", "2**10"),
+    (r"2\pi i", r"2\pi\mathrm{i}"), (r"5\sqrt{2}", "5 * sqrt(2)"),
+    (r"v_{\text{max}}", r"v_\mathrm{max}"),
 ]  # fmt: skip
 WRONG = [
     # numbers that differ by more than their own precision
@@ -203,7 +208,9 @@ WRONG = [
     (r"\frac{2}{3}", r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}"), ("5", "5 mod 7"),
     ("5", "approximately"),
     ("5", "5 squared"),
-    ("5", "5 thirds"), ("2", "2 + 3"),
+    ("5", "5 thirds"), ("5", "5 thousandths"), (r"(5,\infty)", r"\{x \mid x \ge 5\}"),
+    (r"(5,\infty)", r"\{x \in \mathbb{Z} \mid x > 5\}"), ("5", r"\{x \mid x>5\}"),
+    ("2", "2 + 3"),
     (r"5 \text{ million}", "5"), ("5", "5 million"), (r"v_{\text{max}}", r"v_{\text{min}}"),
 ]  # fmt: skip
 

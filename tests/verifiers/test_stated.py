@@ -24,6 +24,7 @@ BOXES = [
     (r"First attempt $\boxed{99}$, correction $\boxed{42}$.", "42"),
     (r"\boxed{5", None),
     (r"So it is \boxed", None),
+    (r"\boxed{7} and \box", None),
     (r"\boxed{3} then \boxed", None),
     (r"\boxed5", "5"),
     (r"\boxed{\{\}}", r"\{\}"),
@@ -83,6 +84,11 @@ CHINESE_JAPANESE_KOREAN = [
     ("所以最后的结果是12。", "12"),
     ("选项 C 正确", "C"),
     ("答案是12。等等，答案是13。", "13"),
+    ("故本题答案为 B．", "B"),
+    ("综上，选D．", "D"),
+    ("本题正确选项为C", "C"),
+    ("正确选项是C。", "C"),
+    ("答案是１２．５。", "１２．５"),
 ]
 
 STATED = [
@@ -221,6 +227,14 @@ STATED = [
     ("$$Answer: 9$$", "9"),
     ("The answer is (A) and (C).", "(A), (C)"),
     (r"The answer is \$5.00 per hour.", r"\$5.00 per hour"),
+    ("The final answer, then, is 8.", "8"),
+    ("The answer, therefore, is $8$.", "8"),
+    ('{"final_answer": 12}', "12"),
+    ("The answer is probably C.", "C"),
+    ("The answer is approx. 3.14", "3.14"),
+    ("So, option D is correct.", "D"),
+    ("Option (C) is the correct answer.", "(C)"),
+    ("Option C is not correct.", None),
     ("The answer is $x$ = 5.", "x = 5"),
     ("Final Answer: The final answer is $1,2,3$. I hope it is correct.\n\nProblem: next", "1,2,3"),
 ]

@@ -10,6 +10,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.verifiers import allowed_verifier
+from exgrpo_cli.verifiers.pool import Job, Pool
 from rollout_files import explain, verify
 
 
@@ -96,3 +97,15 @@ def test_names_count_text_for_text() -> None:
     for trusted in ([], ["math"], ["a.py:g"], ["./a.py:f"], ["b/a.py:f"]):
         with pytest.raises(InputError, match=r"here: the data names verifier a\.py:f"):
             allowed_verifier("a.py:f", trusted, "here")
+
+
+def test_a_reason_can_be_stored(user_file: Callable[..., str]) -> None:
+    verifier = user_file(
+        """
+        def judge(response, answer, metadata):
+            raise ValueError("half \\ud800 of a character")
+        """
+    )
+    with Pool(1, timeout=20) as pool:
+        [verdict] = pool.judge([Job(verifier, "1", None, "x")])
+    assert (verdict.status, verdict.why) == ("error", "ValueError: half ? of a character")

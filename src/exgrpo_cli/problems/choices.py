@@ -15,8 +15,8 @@ LETTERS = "ABCDEFGHIJ"
 """As many as the verifier ``choice`` knows."""
 OPTION_COLUMNS = ("options", "choices")
 LETTER_COLUMNS = (
-    "answerKey", "answer_idx", "answer_index", "answer", "correct", "correct_answer",
-    "expected_answer", "ground_truth", "gold", "label",
+    "answerKey", "answer_idx", "answer_index", "answer_letter", "answer", "correct",
+    "correct_answer", "expected_answer", "ground_truth", "gold", "label",
 )  # fmt: skip
 """Where the right option may be named; columns that name one must agree."""
 WRONG = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")

@@ -28,8 +28,8 @@ FORMATS: dict[str, str] = {
     "gsm8k": "question, answer ending in #### x",
     "chat": "messages, or also answer",
     "sharegpt": "conversations (from, value), or also answer",
-    "plain": "prompt, problem, question or query (text or messages), and answer, final_answer,"
-    " expected_answer, ground_truth, solution or response",
+    "plain": "prompt, problem, question, query or instruction (text or messages), and answer,"
+    " final_answer, expected_answer, ground_truth, solution, response, output or completion",
 }
 """The schemas, each with its columns; where several fit, the first is taken."""
 
@@ -51,9 +51,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 WITH_OPTIONS = ("arc", "mmlu_pro", "mmlu")
 _FIXED = ("problems", "verl", "dapo", "gpqa", "chat", "sharegpt")
-QUESTIONS = ("prompt", "problem", "question", "query")
+QUESTIONS = ("prompt", "problem", "question", "query", "instruction")
 GOLDS = ("answer", "final_answer", "expected_answer", "ground_truth", "answers")
-WORKED = ("solution", "response")
+WORKED = ("solution", "response", "output", "completion")
 IDS = ("unique_id", "uuid", "problem_id", "id", "question_id", "record_id")
 _KNOWN = {
     re.sub(r"[\W_]+", "", name).lower(): name

@@ -396,7 +396,11 @@ def _line_of_long_number(raw: bytes) -> str:
 
 def _objects(data: Iterable[Any]) -> Numbered:
     for number, row in enumerate(data, 1):
-        yield number, row if isinstance(row, (dict, RowError)) else _no_object(row)
+        chat = isinstance(row, list) and row and all(isinstance(m, dict) for m in row)
+        if chat and all("from" in message for message in row):  # a row that is the chat itself
+            yield number, {"conversations": row}
+        else:
+            yield number, row if isinstance(row, (dict, RowError)) else _no_object(row)
 
 
 def _no_object(row: Any) -> RowError:

@@ -197,8 +197,12 @@ def _read_columns(row: Row, how: Reading, verifier: str) -> _Content:
         raise RowError(f"it has options, unlike the first rows; tell --format mmlu or {how.fmt}")
     if how.fmt == "olympiadbench" and isinstance(row.get("context"), str) and row["context"]:
         value = f"{row['context']}\n\n{text_of(value, asked)}"
+    used = {asked, how.column("answer")}
+    if asked == "instruction" and isinstance(row.get("input"), str):  # Alpaca's
+        value = f"{text_of(value, asked)}\n\n{row['input']}".rstrip()
+        used.add("input")
     prompt = question_of(value, asked)
-    return _Content(prompt, _golds(row, how, verifier), {asked, how.column("answer")})
+    return _Content(prompt, _golds(row, how, verifier), used)
 
 
 _READERS: dict[str, Callable[[Row, Reading, str], _Content]] = {

@@ -116,6 +116,9 @@ def chat_of(value: Any, column: str) -> list[dict[str, str]]:
         role, content = message.get("role"), message.get("content")
         if role is None and content is None and "from" in message:
             role, content = message["from"], message.get("value")
+            gold = message.get("ground_truth")
+            if content is None and isinstance(gold, Mapping):  # ORZ's
+                content = rf"\boxed{{{scalar_text(gold.get('value'), 'ground_truth.value')}}}"
         content = _joined(content, column)
         for name, text in (("role", role), ("content", content)):
             if not isinstance(text, str):

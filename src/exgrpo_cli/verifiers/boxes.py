@@ -10,7 +10,7 @@ import re
 # \right.` is no pair), a brace.
 _TOKEN = re.compile(r"\\{1,3}(?:boxed|fbox)\s*+\{|\\(?:[a-zA-Z]++|.)|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?: ([^\s{}$\\]++)|([0-9][^\s{}$\\]*+))")
-_CUT_COMMAND = re.compile(r"\\(?:boxed?|fbox?)\Z")
+_CUT_COMMAND = re.compile(r"\\(?:box(?:ed?)?|fbox?)\Z")
 # What an empty box may hold, as in "put it into \boxed{...}"
 _BLANK = re.compile(r"[\s.…?_~$]*+")
 _BLANK_COMMANDS = frozenset(

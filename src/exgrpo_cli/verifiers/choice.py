@@ -15,16 +15,34 @@ _COMMAND = re.compile(
 _NOISE = re.compile(r"\\(?:left|right|quad|[ ,;:!()\[\]])|[$*_`{}~]|\\$")
 _LEAD = re.compile(
     r"(?:(?:so|thus|hence|therefore),?\s++)?(?:the\s++|my\s++)?"
-    r"(?:(?:final|correct|right|best|chosen)\s++)*+(?:options?|choices?|answers?|letters?)\b"
-    r"(?:\s++(?:option|choice|letter)\b)?\s*+(?:is|are|would be|must be|:|=|-)?\s*+:?\s*+"
+    r"(?:(?:final|correct|right|best|chosen)\s++)*+(?:options?|choices?|answers?|letters?|ans)\b"
+    r"(?:\s++(?:option|choice|letter)\b)?\s*+(?:is|are|would be|must be|:|=|-|\.)?\s*+:?\s*+"
     r"(?:(?:the\s++)?(?:options?|choices?|letters?)\b\s*+:?\s*+)?",
+    re.IGNORECASE,
+)
+_SO = re.compile(r"(?:so|thus|hence|therefore),?\s++(?=[(\[]?[A-J][)\]]?\.?\Z)", re.IGNORECASE)
+_CJK_LEAD = re.compile(
+    r"(?:(?:所以|因此|故),?\s*+)?(?:正[确確]的?)?(?:答案|选项|選項)?(?:应|應)?"
+    r"(?:选择|選擇|选|選|是|为|為)?(?:选项|選項)?\s*+:?\s*+(?=[(\[]?\s*+[A-J](?![A-Za-z]))"
+)
+_CJK_END = re.compile(r"(?<=[A-J])\s*+(?:选项|選項|项|項)\Z")
+_CJK_MARKS = str.maketrans("。、【】", ".,[]")
+_QUOTES = "\"'“”‘’「」"
+# The text of an option that names others: "D. A and B".
+_OF_OTHERS = re.compile(
+    r"(?:\(([A-J])\)|([A-J])[.):])\s+[A-J](?:\s*,\s*(?:and\s+|or\s+)?[A-J]|\s+(?:and|or)\s+[A-J])+\.?"
+)
+_REFUTED = re.compile(
+    r"\W{0,3}(?:(?:which\s+)?is\s+(?:(?:clearly|also|obviously|actually)\s+)?(?:not|never)\b"
+    r"|(?:(?:which\s+)?is\s+)?(?:(?:clearly|also|obviously|actually)\s+)?"
+    r"(?:wrong|incorrect|false|invalid|impossible|ruled\s+out|eliminated|excluded)\b)",
     re.IGNORECASE,
 )
 # "B", "(B)", "[B]", "B.", "B) 12 m", "(B) 12 m", "B - 12", "B: ...", "B because ...". A letter that
 # another word follows ("A man walks") is none.
 _LETTER = re.compile(
-    r"[(\[<]\s*([A-J])\s*[)\]>](.*)"
-    r"|([A-J])\s*(|[.:;)](?:\s.*|$)|\s+[-=]\s.*|,\s.*|\s+(?:because|since|as|for)\b.*"
+    r"[(\[<]{1,2}\s*([A-J])\s*[)\]>]{1,2}(.*)"
+    r"|([A-J])\s*(|[.:;)](?:\s.*|$)|[.)](?=[-\d\\]).*|\s+[-=]\s.*|,\s.*|\s+(?:because|since|as|for)\b.*"
     r"|,?\s+(?:is|which is)\b.*|\s+\(.*\)\.?)",
     re.DOTALL | re.IGNORECASE,
 )
@@ -45,10 +63,16 @@ def letters(text: str) -> str | None:
     text = unicodedata.normalize("NFKC", last_boxed(text) or text)
     for _ in range(3):  # \textbf{\text{B}}
         text = _COMMAND.sub(r" \1 ", text)
-    text = " ".join(_NOISE.sub(" ", text).replace("–", "-").replace("—", "-").split())
-    lead = _LEAD.match(text)
-    if lead and lead.end() < len(text):
-        text = text[lead.end() :]
+    text = _NOISE.sub(" ", text).translate(_CJK_MARKS).replace("–", "-").replace("—", "-")
+    text = " ".join(text.split()).strip(_QUOTES)
+    for pattern in (_LEAD, _SO, _CJK_LEAD):
+        lead = pattern.match(text)
+        if lead and lead.end() < len(text):
+            text = text[lead.end() :].strip(_QUOTES)
+    text = _CJK_END.sub("", text)
+    others = _OF_OTHERS.fullmatch(text)
+    if others:
+        return others[1] or others[2]
     if _RUN.fullmatch(text) and len(set(text)) == len(text):
         return "".join(sorted(text))
     if _SEVERAL.fullmatch(text):
@@ -58,9 +82,17 @@ def letters(text: str) -> str | None:
     if match is None:
         return None
     rest = match[2] if match[1] else match[4]
-    if _MORE.match(rest):
+    if _MORE.match(rest) or _REFUTED.match(rest) or _labels_another(rest):
         return None
     return (match[1] or match[3]).upper()
+
+
+def _labels_another(rest: str) -> bool:
+    """Whether what follows a letter labels another one alike: ``A = 12, B = 13``."""
+    mark = rest.lstrip()[:1]
+    return mark in ("=", ":", ")") and bool(
+        re.search(rf"(?:[,;]|\b(?:and|or)\b)\s[A-J]\s?{re.escape(mark)}", rest)
+    )
 
 
 def letter(text: str) -> str | None:

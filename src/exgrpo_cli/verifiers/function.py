@@ -78,6 +78,11 @@ def caller(function: Function) -> Callable[[str, str, dict[str, Any]], tuple[flo
     return call
 
 
+def storable(text: str) -> str:
+    """Text that a table can hold: lone surrogates become question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def verdict(message: dict[str, Any]) -> dict[str, Any]:
     """The verdict's fields in a worker's reply, which is the user's own word: all is checked.
 
@@ -91,5 +96,5 @@ def verdict(message: dict[str, Any]) -> dict[str, Any]:
         "status": "ok",
         "reward": float(reward),
         "correct": reward >= CORRECT_FROM,
-        "why": str(message["why"])[:500],
+        "why": storable(str(message["why"])[:500]),
     }

@@ -36,6 +36,9 @@ _CHARACTERS = {
 _RAISED = {"⁺": "+", "⁻": "-", "ⁿ": "n", "ⁱ": "i"}
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+")
 _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_COUNTERS = re.compile(
+    r"(?<=\d)\s*+(?:元|円|원|個|个|人|度|名|명|개|厘米|米|千克|公斤|分钟|小时|天|岁|种|次|页)\s*+\Z"
+)
 _ROOT = re.compile(r"√\s*+([0-9]+(?:\.[0-9]+)?)")
 
 
@@ -80,6 +83,7 @@ def _lowered(match: re.Match[str]) -> str:
 def _characters(text: str) -> str:
     if text.isascii():
         return text
+    text = _COUNTERS.sub("", text)
     text = _ROOT.sub(r"\\sqrt{\1}", _SUBSCRIPT.sub(_lowered, _SUPERSCRIPT.sub(_raised, text)))
     return "".join(map(_character, text))
 
@@ -93,7 +97,10 @@ _SPACING = re.compile(
     r"|\\(?:q?quad|enspace|thinspace|enskip|nobreakspace)(?![A-Za-z])|\\$|~|[\t\n\r\f\v]"
 )
 _SIZES = re.compile(r"\\(?:(?:left|right|middle)(?![A-Za-z])\.?|[bB]igg?[lrm]?(?![A-Za-z]))\s*+")
-_STYLES = re.compile(r"\\(?:display|text|script|scriptscript)style(?![A-Za-z])\s*+")
+_STYLES = re.compile(
+    r"\\(?:(?:display|text|script|scriptscript)style|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)"
+    r"(?![A-Za-z])\s*+|\\(?:text)?color\s*+\{[A-Za-z]++\}\s*+"
+)
 _BRACKETS = re.compile(r"\\([lr])(angle|brace|brack|paren)(?![A-Za-z])\s*+")
 _BRACKET = {"angle": "()", "brace": (r"\{", r"\}"), "brack": "[]", "paren": "()"}
 _STARS = re.compile(r"(\*{1,3}|`|__)(?!\s)(.+?)\1", re.DOTALL)
@@ -180,6 +187,10 @@ def _text(match: re.Match[str]) -> str:
     inner = match[1].strip()
     if re.match(r"[-+(]?\s?(?:\\?\$)?[0-9.\\]", inner) or not re.search("[A-Za-z]", inner):
         return match[1]  # what is no word needs no wrapper: \text{5}, \text{5 cm}, \textbf{\pi}
+    if inner in ("i", "e") and match[0].startswith(r"\mathrm"):  # the constants
+        start, end = match.span()
+        before, after = match.string[max(0, start - 1) : start], match.string[end : end + 1]
+        return " " * before.isalpha() + inner + " " * after.isalpha()
     if re.fullmatch(r"\(?[A-Za-z]\)?", inner) or match[0].startswith(r"\mathrm"):
         return match[0]
     return f"\\text{{{match[1]}}}"
@@ -213,7 +224,7 @@ _DEGREE = re.compile(
 _ANGULAR = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc|cis|angle)(?![a-z])")
 _NOT_A_UNIT = (
     r"and|or|if|for|when|where|with|is|are|not|no|in|base|mod|thousand|million|billion|trillion"
-    r"|halves|half|thirds?|quarters?|[a-z]{3,7}ths?|factorial|squared|cubed|minus|plus|over|times"
+    r"|halves|half|thirds?|quarters?|[a-z]{3,9}ths?|factorial|squared|cubed|minus|plus|over|times"
     r"|divided|dozen|percent|percentage|pct|less|more|than|least|most|wrong|per cent|hundred"
 )
 _ENDS = r"(?=\s*+(?:$|[,;)\]&]|\\[\\}]|\.\s*+$))"
@@ -225,7 +236,7 @@ _UNITS = re.compile(
 _UNIT_WORD = (
     r"(?:(?:square|sq\.?|cubic|cu\.?)\s++[a-z]+"
     r"|(?:[numcdk]?m|\\mu\s*+m|(?<=\s)(?:in|mi|ms|oz|mm|Hz)|ft|yd|[km]?g|lbs?|s|secs?|min|hrs?|yrs?"
-    r"|m?L|ml|kJ|[kM]W|kV|[kM]?Pa|[kMG]Hz|mol|rad|deg|mph|kmh|kph|USD|EUR|GBP|CNY|RMB)"
+    r"|m?L|ml|kJ|[kM]W|kV|[kM]?Pa|[kMG]Hz|[kMG]?eV|mol|rad|deg|mph|kmh|kph|USD|EUR|GBP|CNY|RMB)"
     r"(?:\s?\^\s?(?:\{-?[0-9]\}|[0-9]))?(?:/(?:[mck]?m|s|h|hr|min|k?g|L|mol)"
     r"(?:\s?\^\s?(?:\{[0-9]\}|[0-9]))?)?)"
 )
@@ -239,7 +250,7 @@ _NOT_A_NOUN = (
 )
 # Three letters with a blank before them may be variables, too; these are words.
 _SHORT_NOUNS = (
-    r"(?:men|day|way|cup|cow|dog|cat|egg|pen|car|bag|hen|pig|bit|boy|toy|box|cent)s?|boxes"
+    r"(?:men|day|way|cup|cow|dog|cat|egg|pen|car|bag|hen|pig|bit|boy|toy|box|cent)s?|boxes|yen|won"
 )
 _NOUNS = re.compile(
     r"(-?[0-9][0-9.,]*+(?: [0-9]{3})*+(?:/[0-9]+|\s++[0-9]+/[0-9]+)?"
@@ -316,9 +327,13 @@ _REPEATING = re.compile(
 _PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
 _ASCII = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\neq ", "**": "^"}
 _OPERATOR = re.compile(r"<=|>=|(?<![0-9)!])!=|(?<=[A-Za-z0-9)}])\s?\*\*\s?(?=[A-Za-z0-9({\\+-])")
+_SQRT = re.compile(r"(?<![A-Za-z\\])sqrt\(([^()]*+)\)")
+_RAISED_TO = re.compile(r"(?<=[A-Za-z0-9)}])\s?\*\*\s?([0-9]+\.[0-9]+|[0-9]{2,})")
 _OUTWARD = re.compile(r"([\[(\]])([^\[\]]*,[^\[\]]*)([\[)\]])")
 _ENERGY = re.compile(r"(?<![A-Za-z\\])E_(?=[A-Za-z0-9{\\])")
-_LEADING = re.compile(r"(?:=|\\(?:approx|simeq|sim|equiv|therefore)(?![A-Za-z]))\s*+")
+_LEADING = re.compile(
+    r"(?:=|\\(?:approx|simeq|sim|equiv|therefore|implies|(?:Longr|R)ightarrow)(?![A-Za-z]))\s*+"
+)
 
 
 def _power(match: re.Match[str]) -> str:
@@ -364,7 +379,10 @@ def _numbers(text: str) -> str:
 def _operators(text: str) -> str:
     """ASCII as it is typed, and what the grammar of LaTeX does not know."""
     if "=" in text or "**" in text:
+        text = _RAISED_TO.sub(r"^{\1}", text)
         text = _OPERATOR.sub(lambda m: _ASCII[m[0].strip()], text)
+    if "sqrt(" in text:
+        text = _SQRT.sub(r"\\sqrt{\1}", text)
     if "pi" in text:
         text = _PI.sub(r"\\pi ", text)
     if "E_" in text:  # which would be e

@@ -54,7 +54,7 @@ def exact(text: str) -> Fraction | None:
     percent = _PERCENT.fullmatch(text)
     if percent:
         text = percent[1].rstrip("\\ ")
-    if text[:1] == "{" and text[-1:] == "}":
+    if text[:1] + text[-1:] in ("{}", "()"):
         text = text[1:-1]
     value = _value(_SPACED.sub("", _SIGN.sub(r"\1", text.strip())))
     return value / 100 if percent and value is not None else value

@@ -33,9 +33,13 @@ _NOUN = re.compile(
     r"answers?(?![^\W_])|ans\b|final\s{1,3}(?:result|value|solution)\b|(?:option|choice)\b",
     re.IGNORECASE,
 )
+_CHOSEN_AFTER = re.compile(  # "option C is correct"
+    r"\s{1,3}(?=[*(\[]{0,3}[A-J][*)\]]{0,3}\s{1,3}is\s{1,3}(?:the\s)?(?:correct|right|best)\b)"
+)
 _CHOSEN = ("correct", "right", "best", "final", "my")  # options
 _IS = re.compile(
-    r"(?:\s{1,3}(?:to|for|of)\s[^.:\n$]{1,100}?)?[\"'*_`})]{0,4}\s*+"
+    r"(?:\s{1,3}(?:to|for|of)\s[^.:\n$]{1,100}?)?(?:,\s(?:then|therefore|thus|hence|of\scourse),)?"
+    r"[\"'*_`})]{0,4}\s*+"
     r"(?:(?:is|are|equals|becomes|(?:must|should|would|will|can\s+only)\s+be)\b|=)",
     re.IGNORECASE,
 )
@@ -49,13 +53,13 @@ _AT_THE_START = (_COLON, _ALONE, _THEN_MATH, _CJK_ALONE)  # of a line or a state
 _START = re.compile(  # of a line or a statement, up to the word
     r"(?:^|\n|[^\w\s,\-'’/<][ \t]{0,3})(?:[^\w\n<]|_){0,40}(?:\d{1,2}[.)]\s{0,3})?"
     r"(?:(?:so|thus|hence|therefore|then|finally|overall|in\s+conclusion),?\s{1,3})?"
-    r"(?:(?:the|my|our|your)\s{1,3})?(?:(?:final|correct|short|numerical)\s{1,3})?"
+    r"(?:(?:the|my|our|your)\s{1,3})?(?:(?:final|correct|short|numerical)[\s_]{1,3})?"
     r"(?:最[终終后後]的?|正[确確]的?)?\Z",
     re.IGNORECASE,
 )
 _CJK = re.compile(
     r"答案?[*_\s】\]」』》]{0,4}(?:(?:应该?|應該?|就|即|便|只能)?(?:是(?!否)|为|為|选|選|等于|等於)|[:：]|(?<=】))"
-    r"|(?:故|应|應)?(?:应|應)?(?:选|選)(?:择|擇)?(?:项|項)?[:：\s]*(?=[(（*$]{0,3}[A-JＡ-Ｊ](?![A-Za-z]))"
+    r"|(?:故|应|應)?(?:应|應)?(?:选|選)(?:择|擇)?(?:项|項)?(?:是|为|為)?[:：\s]*(?=[(（*$]{0,3}[A-JＡ-Ｊ](?![A-Za-z]))"
     r"|最[终終后後]的?[结結]果(?:是|为|為|[:：])|答え[*_\s」』】]{0,4}(?:は|[:：])"
     r"|(?:최종\s?)?(?:정답|답)[*_\s]{0,4}(?:은|는|[:：])"
 )
@@ -63,9 +67,11 @@ _CJK = re.compile(
 # --- what it is ---------------------------------------------------------------------------------
 
 _SKIP = re.compile(  # between the label and the answer
-    r"(?:[\s*_:：=>}\"“`】」』~]|\\(?:[,;:! ]|q?quad\b)|(?:-{3,}|#{1,6})[ \t]*+(?=\n|[*\w])"
+    r"(?:[\s*_:：=>}\"“`】」』~]|approx\.(?=\s)|\\(?:[,;:! ]|q?quad\b)"
+    r"|(?:-{3,}|#{1,6})[ \t]*+(?=\n|[*\w])"
     r"|(?:therefore|thus|hence|then|simply|just|exactly|indeed|clearly|approximately|about|roughly"
-    r"|now|actually|in\s+fact|indeed|instead|still|again|equal\s+to|given\s+by|found\s+to\s+be|as\s+follows|that|option|choice)\b[,:]?(?=\s))*+",
+    r"|probably|(?:most\s+)?likely|now|actually|in\s+fact|indeed|instead|still|again"
+    r"|equal\s+to|given\s+by|found\s+to\s+be|as\s+follows|that|option|choice)\b[,:]?(?=\s))*+",
     re.IGNORECASE,
 )
 _BLANKS = re.compile(r"[^\S\n]{2,}+")
@@ -85,12 +91,13 @@ _NO_UNIT = re.compile(
 )
 _MORE = re.compile(r"\s*(?:[-+*/^<>=≤≥]|\\[a-z])")
 _END = re.compile(
-    r"(?<!\.)\.(?=\s|[*_\"”'`)}\]$]*(?:\s|\Z))|[。；！？]|\?(?=\s)|;\s+(?=[a-z]{2})"
+    r"(?<!\.)\.(?=\s|[*_\"”'`)}\]$]*(?:\s|\Z))|[。；！？]|．(?!\d)|\?(?=\s)|;\s+(?=[a-z]{2})"
     r"|\s+I hope (?:it|this|that) is correct|\n"
 )
 _CLAUSE = re.compile(
     r",?\s+(?:because|since|which|as)\s|,\s+(?:so|not|where|who|thus|hence|therefore|and\s+(?:so"
     r"|thus|hence|therefore))\s|[,，]\s*(?=[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3])"
+    r"|(?<=[A-J)\]*])\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
     r"|\s+\([A-Za-z]{2,}[^()$]*\)\s*\Z|\s+[—–]\s"
     r"|\s*是?正[确確]的?\s*\Z|\s*(?:です|である|だ|となる|(?:に|と)なります|입니다|이다)\s*\Z",
 )
@@ -163,7 +170,7 @@ def _label(text: str, start: int) -> re.Match[str] | None:
     if noun[0].lower() in ("option", "choice"):
         before = text[max(0, start - 12) : start].rstrip().lower()
         if not before.endswith(_CHOSEN):
-            return None
+            return _CHOSEN_AFTER.match(text, noun.end())
     for pattern in (_IS, _COLON, _ALONE, _THEN_MATH):
         match = pattern.match(text, noun.end())
         if match:
@@ -282,7 +289,7 @@ def tidy(text: str) -> str | None:
     None where nothing is left."""
     for _ in range(5):  # as deep as anybody wraps an answer
         text = text.strip().strip('*_`"“”「」『』').strip()
-        bare = text.rstrip(".,;:。，；：")
+        bare = text.rstrip(".,;:。，；：．")
         if not bare.endswith("\\") and not text.endswith(".."):
             text = bare
         for left, right in _AROUND:

@@ -261,7 +261,7 @@ def _verdict(message: dict[str, Any], seconds: float, own: bool) -> dict[str, An
             return (function.verdict(message) if own else message) | {"seconds": seconds}
         except (KeyError, TypeError, ValueError):
             message = {"error": "the function damaged its worker"}
-    why = str(message["error"])[:500]
+    why = function.storable(str(message["error"])[:500])
     full = {"full": True} if message.get("full") else {}
     return {"status": "error", "why": why, "seconds": seconds} | full
 

@@ -212,6 +212,11 @@ _AND = re.compile(
 )
 _VARIABLE = re.compile(r"(?:[A-Za-z]|\\[a-z]{2,8}\b)(?:_(?:[A-Za-z0-9]|\{[^{}]{1,20}\}))?")
 _MEMBER = re.compile(rf"({_VARIABLE.pattern})\s*+\\in(?![A-Za-z])\s*+(.+)", re.DOTALL)
+_BUILDER = re.compile(
+    rf"\\\{{\s*+({_VARIABLE.pattern})(?:\s*+\\in\s*+\\mathbb\s*+(?:\{{R\}}|R))?\s*+(?:\\mid(?![A-Za-z])|[:|])"
+    r"(.+)\\\}",
+    re.DOTALL,
+)
 _SET = re.compile(r"[\[(]|\\\{|\\mathbb|\\emptyset")
 _WHOLE_LINE = re.compile(
     r"(?:\\text\s*+\{)?\s*+all\s++real(?:\s++(?:numbers?|values?))?\s*+\}?|\\mathbb\s*+(?:\{R\}|R)",
@@ -284,6 +289,10 @@ def as_set(text: str) -> tuple[str, str] | None:
     Returns:
         The set as a union of intervals; None for what is no inequality in one variable.
     """
+    builder = _BUILDER.fullmatch(text)
+    if builder:  # {x | x > 5}
+        inside = as_set(builder[2].strip()) if r"\{" not in builder[2] else None
+        return inside if inside and inside[0] == builder[1] else None
     match = _MEMBER.fullmatch(text)
     if match:
         return match[1], match[2]
