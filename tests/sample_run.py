@@ -186,6 +186,7 @@ def make_tables(run: RunDir, step: int, hostile: str = "") -> None:
             {
                 **row,
                 "reward": 1.0,
+                "correct": True,
                 "entropy_policy": step_name(step),
                 "part": f"rollouts/{step_name(step)}/{tables.part_name(0, 2)}",
             }
