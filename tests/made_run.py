@@ -117,7 +117,7 @@ def make_tables(run: RunDir, step: int, hostile: str = "") -> None:
     ])  # fmt: skip
     part = f"rollouts/{step_name(step)}/{tables.part_name(0, 2)}"
     write("experience", run.experience,
-          [r | chosen | {"part": part} for r in (rollouts[0], rollouts[3])])  # fmt: skip
+          [r | chosen | {"part": part, "correct": True} for r in (rollouts[0], rollouts[3])])  # fmt: skip
     keys = ("problem_id", "successes", "bucket", "retired_step")
     rest = {"attempts": 3, "last_step": step, "times_replayed": 0, "epoch": 0}
     write("questions", run.questions, [

@@ -60,7 +60,7 @@ def test_a_replay_question_that_was_not_sampled_replays_nothing(run: RunDir) -> 
     said = [line for line in lines if "were not sampled" in line]
     assert len(said) == 1
     assert said[0].startswith("1 planned replay questions were not sampled (the first is b;")
-    assert not any("no stored success" in line for line in lines)
+    assert not any("no stored trajectory" in line for line in lines)
     groups = Batch.read(Step.of(run, 2)).groups(RECIPE)  # and so it trains
     assert [len(rows) for rows in groups] == [4, 4]
 
@@ -82,7 +82,7 @@ def test_a_replay_group_counts_the_success_only_where_there_is_one(run: RunDir) 
     asked = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
     assert (asked["a"]["successes"], asked["a"]["attempts"]) == (2, 4)
     assert (asked["c"]["successes"], asked["c"]["attempts"]) == (1, 3)
-    assert any("1 planned replay questions have no stored success" in line for line in lines)
+    assert any("1 planned replay questions have no stored trajectory" in line for line in lines)
     assert any(line.startswith("step 2: success 0.333") for line in lines)
 
 

@@ -244,3 +244,26 @@ def test_a_replay_question_may_have_fewer_rollouts(run: RunDir) -> None:
     groups = Batch.read(Step.of(run, 2)).groups(make_recipe(replay_samples=1))
     assert [len(rows) for rows in groups] == [2, 2]
     assert [round(row.advantage, 3) for row in groups[0]] == [0.5, -0.5]
+
+
+def test_failures_are_kept_and_replayed(run: RunDir) -> None:
+    rules = {"store": "true", "choose": "reward"}
+    after(run, **rules)
+    held = tables.read_table("experience", run.experience)
+    assert held.filter(~held["correct"])["problem_id"].to_list() == ["a", "a", "b", "b", "b", "c"]
+    write_step(run, 2, group(2, "a", "011", "replay"))
+    curate(run, 2, make_recipe(**rules))
+    (made,) = tables.read_table("curated", run.curated(2)).to_dicts()
+    assert (made["rollout_id"], made["reward"]) == ("s00001/a/02", 0.0)
+    (rows,) = Batch.read(Step.of(run, 2)).groups(make_recipe(**rules))
+    assert [row.advantage for row in rows] == [-0.5, -0.5, 0.5, 0.5]
+    asked = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
+    assert (asked["a"]["successes"], asked["a"]["attempts"]) == (2, 4)  # the failure is none
+    before = (stored(run), asked)
+    rebuild(run, 2, make_recipe(**rules))
+    after_ = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
+    assert (stored(run), after_) == before
+    rules["choose"] = "-reward"
+    curate(run, 2, make_recipe(**rules), force=True)
+    asked = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
+    assert asked["a"]["successes"] == 3

@@ -70,6 +70,7 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
             "SELECT rollout_id FROM chosen WHERE problem_id = $1", [problem]
         ).fetchall()
         read_step(con, files)
+        experience.read_uses(step)
         ask("retire", "role", step)
         kept = recipe.curate.model_copy(update={"drop": "false"})
         experience.recipe = recipe.model_copy(update={"curate": kept})

@@ -96,7 +96,9 @@ class Experience:
 
     def read_uses(self, upto: int) -> None:
         """What the run replayed in the steps up to one, into ``uses``, where a rule asks for it."""
-        if not self.recorded or not any_mentions(self.recipe.curate, "times_used"):
+        curate = self.recipe.curate
+        only_successes = curate.store == type(curate).model_fields["store"].default
+        if not self.recorded or (only_successes and not any_mentions(curate, "times_used")):
             return
         steps = [s for s in self.run.steps("curated") if s <= upto and s not in self._used]
         if steps:
@@ -130,11 +132,11 @@ class Experience:
         """
         step, rules, never = files.step, self.recipe.curate, on_policy(self.recipe)
         read_step(self.con, files)
+        self.read_uses(step)
         storing = not never and (self.replays(step) or rules.store_before_start)
         self.sql("step_groups", step=step, storing=storing, retiring=not never)
         self.sql("take_in", step=step)
         if rules.drop != "false":
-            self.read_uses(step)
             self.sql("prune", step=step)
         solved, sampled = self.con.execute(
             "SELECT coalesce(sum(successes), 0), coalesce(sum(attempts), 0) FROM step_groups"

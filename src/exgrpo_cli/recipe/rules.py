@@ -47,7 +47,7 @@ _GROUP: Columns = {
     "n": ("INTEGER", "rows of the group, counted likewise"),
     "fresh_k": ("INTEGER", "successes of its rollouts"),
     "fresh_n": ("INTEGER", "its rollouts"),
-    "mean_reward": ("DOUBLE", "of the group, a replayed success counted as 1"),
+    "mean_reward": ("DOUBLE", "of the group, a replayed success counted as 1, a failure as 0"),
     "std_reward": ("DOUBLE", "sample deviation of the same; 0 in a group of one"),
 }
 _ROLLOUT: Columns = {

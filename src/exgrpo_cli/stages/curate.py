@@ -160,7 +160,7 @@ def _say_of_choice(experience: Experience, note: Log) -> None:
     ).fetchall()[0]
     if count:
         note(
-            f"{count} planned replay questions have no stored success (the first is {first});"
+            f"{count} planned replay questions have no stored trajectory (the first is {first});"
             " their groups are trained without one"
         )
 

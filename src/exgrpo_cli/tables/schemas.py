@@ -78,12 +78,13 @@ SCHEMAS: dict[str, dict[str, Column]] = {
     # An index: token lists stay in the rollouts, where `part` says, and are read for chosen rows
     # only. So a step's curation writes megabytes, not the whole history of tokens.
     "experience": {
-        "rollout_id": ("VARCHAR", False, "key: a stored success"),
+        "rollout_id": ("VARCHAR", False, "key: a stored trajectory, by curate.store a success"),
         "problem_id": ("VARCHAR", False, "its question"),
         "step": ("INTEGER", False, "when it was collected"),
         "sample": ("INTEGER", False, "its number in the group"),
         "tokens": ("INTEGER", False, "length of the response"),
         "token_hash": ("VARCHAR", False, "equal ids of a question enter once"),
+        "correct": ("BOOLEAN", False, "whether its answer is right"),
         "reward": ("FLOAT", False, "as judged when it was collected"),
         "mean_entropy": ("FLOAT", False, "mean entropy when it was collected"),
         "mean_logprob": ("FLOAT", False, "mean log-probability when it was collected"),

@@ -2,6 +2,8 @@
 --
 -- in   step_rows, questions, experience and problems (as they stood before the step)
 --      planned           (problem_id, role): the step's plan; empty where none is kept
+--      uses              (problem_id, rollout_id, step): what the step replayed, where failures are
+--                        stored too
 --      $step             t
 --      $samples, $batch  K and B
 --      $count_replayed   whether k and n include the replayed row
@@ -18,7 +20,19 @@
 --                        moves      whether its counts become the question's: it has a success
 --                        and the columns that rules see of a group and of its question
 CREATE OR REPLACE TEMP TABLE step_groups AS
-WITH sampled AS (
+WITH past AS ( -- what was replayed: which one it was matters where failures are stored too
+    SELECT
+        e.problem_id,
+        CASE
+            WHEN bool_and(e.correct) THEN 1
+            ELSE CAST(bool_or(e.correct AND u.rollout_id IS NOT NULL) AS INTEGER)
+        END AS success
+    FROM experience AS e
+    LEFT JOIN (SELECT rollout_id FROM uses WHERE step = $step) AS u ON u.rollout_id = e.rollout_id
+    WHERE e.problem_id IN (SELECT problem_id FROM step_rows WHERE role = 'replay')
+    GROUP BY e.problem_id
+),
+sampled AS (
     SELECT
         problem_id,
         role,
@@ -27,7 +41,7 @@ WITH sampled AS (
         -- The replayed trajectory is sample 0 of its group and not among the rollouts; a question
         -- whose trajectories have left the pool since it was planned has none.
         CAST(
-            role = 'replay' AND problem_id IN (SELECT problem_id FROM experience) AS INTEGER
+            role = 'replay' AND problem_id IN (SELECT problem_id FROM past) AS INTEGER
         ) AS replayed,
         sum(CAST(reward AS DOUBLE)) AS total,
         sum(CAST(reward AS DOUBLE) * reward) AS squares
@@ -41,9 +55,9 @@ WITH sampled AS (
 ),
 counted AS (
     SELECT
-        problem_id,
+        s.problem_id,
         role,
-        fresh_successes + replayed AS successes,
+        CAST(fresh_successes + replayed * coalesce(p.success, 0) AS INTEGER) AS successes,
         fresh_attempts + replayed AS attempts,
         fresh_successes,
         fresh_attempts,
@@ -51,11 +65,13 @@ counted AS (
         CASE WHEN $count_replayed THEN attempts ELSE fresh_attempts END AS n,
         fresh_successes AS fresh_k,
         fresh_attempts AS fresh_n,
-        (total + replayed) / attempts AS mean_reward,
+        successes - fresh_successes AS past_reward,
+        (total + past_reward) / attempts AS mean_reward,
         CASE WHEN attempts < 2 THEN 0.0 ELSE
-            sqrt(greatest(0, squares + replayed - attempts * mean_reward ** 2) / (attempts - 1))
+            sqrt(greatest(0, squares + past_reward - attempts * mean_reward ** 2) / (attempts - 1))
         END AS std_reward
-    FROM sampled
+    FROM sampled AS s
+    LEFT JOIN past AS p ON p.problem_id = s.problem_id
 ),
 held AS (
     SELECT problem_id, CAST(count(*) AS INTEGER) AS stored
@@ -86,7 +102,7 @@ ruled AS (
     FROM seen
 )
 SELECT
-    * EXCLUDE (mastered, retired_step, luck),
+    * EXCLUDE (mastered, retired_step, luck, past_reward),
     bool_or(mastered) OVER (PARTITION BY problem_id) AS solved,
     retired_step IS NOT NULL
         AND ($revive_after IS NULL OR $step < retired_step + $revive_after) AS retired,

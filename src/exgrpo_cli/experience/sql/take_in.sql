@@ -110,11 +110,11 @@ seen AS ( -- with the columns that the rule sees
     WHERE g.stores
 )
 SELECT
-    r.rollout_id, r.problem_id, r.step, r.sample, r.tokens, r.token_hash, r.reward,
+    r.rollout_id, r.problem_id, r.step, r.sample, r.tokens, r.token_hash, r.correct, r.reward,
     r.mean_entropy, r.mean_logprob, r.entropy_source, r.entropy_policy, r.part
 FROM seen AS r
 ANTI JOIN known ON known.problem_id = r.problem_id AND known.token_hash = r.token_hash
-WHERE correct AND <store|rollout_id>
+WHERE <store|rollout_id>
 QUALIFY row_number() OVER (
     PARTITION BY r.problem_id, r.token_hash
     ORDER BY r.role DESC, r.sample, r.rollout_id -- the replay group comes first

@@ -54,9 +54,9 @@ SET VARIABLE from_experience = (SELECT CASE WHEN count(*) > 0
     THEN 'SELECT * FROM read_parquet(''experience.parquet'')'
     ELSE 'SELECT NULL::VARCHAR AS rollout_id, NULL::VARCHAR AS problem_id, NULL::INTEGER AS step,
         NULL::INTEGER AS sample, NULL::INTEGER AS tokens, NULL::VARCHAR AS token_hash,
-        NULL::FLOAT AS reward, NULL::FLOAT AS mean_entropy, NULL::FLOAT AS mean_logprob,
-        NULL::VARCHAR AS entropy_source, NULL::VARCHAR AS entropy_policy,
-        NULL::VARCHAR AS part WHERE false'
+        NULL::BOOLEAN AS correct, NULL::FLOAT AS reward, NULL::FLOAT AS mean_entropy,
+        NULL::FLOAT AS mean_logprob, NULL::VARCHAR AS entropy_source,
+        NULL::VARCHAR AS entropy_policy, NULL::VARCHAR AS part WHERE false'
     END FROM glob('experience.parquet'));
 CREATE OR REPLACE VIEW experience AS FROM query(getvariable('from_experience'));
 
