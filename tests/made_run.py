@@ -116,8 +116,8 @@ def make_tables(run: RunDir, step: int, hostile: str = "") -> None:
         }
     ])  # fmt: skip
     part = f"rollouts/{step_name(step)}/{tables.part_name(0, 2)}"
-    write("experience", run.experience,
-          [r | chosen | {"part": part, "correct": True} for r in (rollouts[0], rollouts[3])])  # fmt: skip
+    stored = chosen | {"part": part, "correct": True}
+    write("experience", run.experience, [r | stored for r in (rollouts[0], rollouts[3])])
     keys = ("problem_id", "successes", "bucket", "retired_step")
     rest = {"attempts": 3, "last_step": step, "times_replayed": 0, "epoch": 0}
     write("questions", run.questions, [
