@@ -210,8 +210,9 @@ VARIANTS = {
     "lora": "lora.enabled=true lora.rank=4 lora.dropout=0.1 train.learning_rate=1e-2",
     "other": """curate.bucket_weight=sqrt(bucket) curate.choose=-mean_entropy
         curate.drop=(newness>2)OR(age>3) curate.revive_after=2 curate.count_replayed=false
-        objective.clip=on objective.shaping=power objective.divide_by_std=true objective.aggregate=token_mean
-        objective.truncated=zero_advantage objective.kl=0.01 objective.sampler_cap=2.0
+        objective.clip=on objective.shaping=power objective.divide_by_std=true
+        objective.aggregate=token_mean objective.truncated=zero_advantage
+        objective.kl=0.01 objective.sampler_cap=2.0
         train.schedule=cosine train.warmup_steps=2 train.weight_decay=0.1 train.save_dtype=bfloat16
         train.minibatch_questions=3 train.tokens_per_microbatch=400 score.tokens_per_batch=400
         rollout.batch_size=7""",
