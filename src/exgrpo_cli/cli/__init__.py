@@ -67,6 +67,11 @@ def _flush() -> None:
             sys.stdout.flush()
     except BrokenPipeError:  # the exit code stays
         drop_stdout()
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:  # full: Python would end with a code of its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _leave(code: int) -> NoReturn:
@@ -79,6 +84,4 @@ def _leave(code: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     _flush()
-    if sys.stderr is not None:
-        sys.stderr.flush()
     os._exit(code)

@@ -155,6 +155,8 @@ class Shared:
                         f"{key} = {given!r} differs from {own} ({kept!r}), which the other stages"
                         f" go by; change it there: exgrpo init {run} --set {key}={given}"
                     )
+        if flags.get("rollout__url") and settings.rollout.engine != "server":
+            raise InputError("--url: is the address of a vllm serve; give --engine server with it")
         if self.dry_run:
             if self.as_json:
                 print_result(settings.model_dump(mode="json"), self.as_json)
@@ -205,15 +207,20 @@ def open_run(run: Path) -> RunDir:
     """The run directory of a command.
 
     Raises:
-        InputError: it does not exist.
+        InputError: it does not exist, is a file, or holds other things than a run.
     """
     from exgrpo_cli.rundir import RunDir
+    from exgrpo_cli.runs.state import check_is_run
 
+    if run.is_file():
+        raise InputError(f"{run}: is a file; a run is a directory")
     if not run.is_dir():
         raise InputError(
             f"{run}: no such run directory; start one with: exgrpo run {run} -r RECIPE"
         )
-    return RunDir(run)
+    place = RunDir(run)
+    check_is_run(place)
+    return place
 
 
 def need(**options: object) -> None:

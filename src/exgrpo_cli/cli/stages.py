@@ -99,6 +99,10 @@ def rollout(
         plan=plan,
         rollouts=out,
     )
+    if discard_later and not force:
+        raise InputError(
+            "--discard-later: removes what came after a step that --force samples anew"
+        )
     again = discard_later or (of.run is not None and of.next_policy.is_dir())
     if force and again and of.run is not None and out is None:
         _go_back(of.run, of.number, discard_later)

@@ -87,7 +87,7 @@ _GONE: dict[str, tuple[Any, str | Callable[[Any], str]]] = {
 }
 
 
-def _without_gone(values: dict[str, Any], origin: str) -> dict[str, Any]:
+def _without_gone(values: dict[str, Any], origin: str, flags: Mapping[str, str]) -> dict[str, Any]:
     """The values without keys of earlier versions, where these stood at their defaults.
 
     Raises:
@@ -103,7 +103,7 @@ def _without_gone(values: dict[str, Any], origin: str) -> dict[str, Any]:
             value = here.pop(leaf)
             if value != default:
                 told = advice if isinstance(advice, str) else advice(value)
-                raise InputError(f"{origin}: {key} is gone: {told}")
+                raise InputError(f"{flags.get(key, origin)}: {key} is gone: {told}")
     return kept
 
 
@@ -121,7 +121,7 @@ def parse_recipe(
         InputError: an unknown key (with the nearest valid one), or a value out of its range.
     """
     try:
-        return Recipe.model_validate(_without_gone(values, origin))
+        return Recipe.model_validate(_without_gone(values, origin, flags or {}))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

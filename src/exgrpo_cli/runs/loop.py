@@ -17,6 +17,7 @@ from exgrpo_cli.runs.processes import score_in_processes, train_in_processes
 from exgrpo_cli.runs.session import Session
 from exgrpo_cli.runs.tracking import open_tracker
 from exgrpo_cli.stages.rollout import rollout
+from exgrpo_cli.stages.train import check_trainer
 from exgrpo_cli.stages.verify import refuse_errors, verify
 from exgrpo_cli.step import Result, Step
 from exgrpo_cli.tables import remove_abandoned
@@ -45,6 +46,9 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
     # Before prepare writes the recipe: a tracker that does not start must not stay in it.
     track = open_tracker(recipe.loop.track, place, recipe.model_dump(mode="json"))
     recipe = prepare(place, recipe, log)
+    latest = max(place.steps("policy"), default=0)
+    if latest < recipe.loop.steps:  # or only train would miss it, after the sampling
+        check_trainer(Step.of(place, latest))
     remove_abandoned(place.root)
     place.renew_metrics()
     finished = False

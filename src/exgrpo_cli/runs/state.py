@@ -271,7 +271,7 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     own = run.own_recipe()
     recipe = load_recipe(own) if own else None
     settings = recipe or Recipe()
-    _check_is_run(run)
+    check_is_run(run)
     trained = max(run.steps("policy"), default=0)
     shown = describe_step(run, trained if step is None else step, settings)
     current = shown if shown["step"] == trained else describe_step(run, trained, settings)
@@ -339,7 +339,7 @@ def _sbatch_options(run: RunDir) -> dict[str, str | None]:
     }
 
 
-def _check_is_run(run: RunDir) -> None:
+def check_is_run(run: RunDir) -> None:
     """An empty folder may become a run; one with other things, such as runs, is a wrong path."""
     names = {entry.name for entry in run.root.iterdir() if not entry.name.startswith(".")}
     known = {"recipe.toml", "problems.parquet", "metrics.jsonl", "plan", "rollouts", "policy"}

@@ -77,7 +77,7 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
             _record(step, kept, again=True)
             _prune(step, recipe)
             return Result(skipped=1, metrics=kept)
-        _check_trainer(step)
+        check_trainer(step)
         check_policy(policy)
         if step.run is not None:
             check_tokenizer(policy)  # or only the next rollout would miss it
@@ -90,7 +90,12 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
     return Result(done=1, metrics=metrics, notes=tuple(notes), compute_seconds=seconds)
 
 
-def _check_trainer(step: Step) -> None:
+def check_trainer(step: Step) -> None:
+    """Refuse a step whose optimizer state is gone.
+
+    Raises:
+        InputError: with what of it is left.
+    """
     trainer = step.find("trainer")
     if trainer is None or trainer.is_dir():
         return
