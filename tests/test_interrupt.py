@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from exgrpo_cli import tables
 from exgrpo_cli.interrupts import LINE
+from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.stages.curate import curate
-from making import group, make_recipe, small_run, write_problems, write_step
+from making import curate, group, make_recipe, small_run, write_problems, write_step
 
 ROOT = Path(__file__).parents[1]
 MOMENTS = int(os.environ.get("EXGRPO_EXAMPLES", "18"))
@@ -30,6 +31,7 @@ HARNESS = textwrap.dedent("""
     import duckdb, polars, torch
     import exgrpo_cli.stages.curate
     from exgrpo_cli import cli, interrupts
+    from exgrpo_cli.cli.app import app, guarded
 
     def interrupt(*_):
         os.kill(os.getpid(), signal.SIGINT)
@@ -38,7 +40,7 @@ HARNESS = textwrap.dedent("""
         interrupts.install()
         if "code" in case:
             body = compile(case["code"], "case", "exec")
-            cli.app.command("case")(cli._command(lambda: exec(body, {"interrupt": interrupt})))
+            app.command("case")(guarded(lambda: exec(body, {"interrupt": interrupt})))
             case["argv"] = ["case"]
         os.write(ready, b".")
         sys.argv[1:] = case["argv"]
@@ -61,6 +63,7 @@ HARNESS = textwrap.dedent("""
                     child(case)
                 finally:
                     os._exit(99)
+            os.close(ready)
             os.read(waiting, 1)
             began = time.monotonic()
             if "delay" in case:
@@ -72,7 +75,7 @@ HARNESS = textwrap.dedent("""
                 "code": os.waitstatus_to_exitcode(status), "stderr": said.read().decode(),
                 "seconds": time.monotonic() - began,
             }
-        os.close(waiting); os.close(ready)
+        os.close(waiting)
         print(json.dumps(result), flush=True)
 """)
 
@@ -216,6 +219,7 @@ def test_what_fails_without_an_interrupt_says_why(harness: Harness) -> None:
 def log(tmp_path: Path) -> RunDir:
     """Three steps of a log, the last to be curated."""
     run = RunDir(tmp_path / "run")
+    tables.write_text(run.recipe, to_toml(make_recipe()))
     write_problems(run, ["a", "b"])
     for step in range(3):
         write_step(run, step, group(step, "a", "1110") + group(step, "b", "1000"))
