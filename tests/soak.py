@@ -277,11 +277,11 @@ class World:
         assert not code, said.getvalue()
 
     def compare(self, run: Path, plain: Path | None = None) -> None:
-        """With an undisturbed run, but for times, which the report has too."""
+        """With an undisturbed run, but for times and starts, which the report has too."""
         found = [
             line
             for line in differences(plain or self.plain, run, self.compared)
-            if not line.startswith(("report.html", "metrics.jsonl: time/"))
+            if not line.startswith(("report.html", "provenance.json", "metrics.jsonl: time/"))
             and "/time-" not in line.split(":")[0]
         ]
         assert not found, f"{run}:\n" + "\n".join(found)

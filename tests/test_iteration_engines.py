@@ -20,12 +20,10 @@ Exgrpo = Callable[..., Any]
 def test_iterations_with_vllm(exgrpo: Exgrpo, guesser: Path, tmp_path: Path) -> None:
     """Two iterations in one process: the second samples from weights reloaded in place."""
     run = RunDir(tmp_path / "run")
-    done = exgrpo(
+    exgrpo(
         "run", run.root, *small_run(guesser), "--engine", "vllm", "--steps", 2,
-        "--profile", "--set", "rollout.entropy_top_k=8",
+        "--set", "rollout.entropy_top_k=8",
     )  # fmt: skip
-    assert "overhead / compute" in done.stdout
-    assert run.read_metrics()[1]["profile/compute"] > 0
     for step in range(2):
         rollouts = parts(run.rollouts(step))
         assert rollouts.height >= 8 * 3
@@ -46,7 +44,7 @@ def test_the_rollout_command_with_vllm(exgrpo: Exgrpo, guesser: Path, tmp_path: 
     run = RunDir(tmp_path / "run")
     exgrpo("init", run.root, *small_run(guesser))
     result = exgrpo("rollout", run.root, "--engine", "vllm", "--shard", "0/3", "--json")
-    assert json.loads(result.stdout)["parts_done"] == 1
+    assert json.loads(result.stdout)["done"] == 1
     assert json.loads(result.stdout)["rows"] == 12
     assert [p.name for p in run.rollouts(0).iterdir()] == ["part-00000-of-00003.parquet"]
 

@@ -209,7 +209,8 @@ def test_a_file_that_cannot_grow_is_named_and_the_run_goes_on(world: World) -> N
         stopped.add(last.removeprefix(f"exgrpo: {place}/").split("/")[0].split(":")[0])
         assert not soak.leftovers(place)
         world.look(place)
-    assert {"rollouts", "trainer"} <= stopped
+    assert "trainer" in stopped
+    assert len(stopped) > 1
     world.succeed("run", place, *world.recipe)
     world.compare(place)
 

@@ -19,7 +19,7 @@ from exgrpo_cli.inspect import charts
 from exgrpo_cli.inspect.groups import example_groups
 from exgrpo_cli.inspect.report import _columns, write_report
 from exgrpo_cli.metrics import evaluation_names, learning_curve, replay_start, series
-from exgrpo_cli.recipe import Recipe, parse_recipe
+from exgrpo_cli.recipe import Recipe, parse_recipe, to_toml
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
 from made_run import (
@@ -190,6 +190,7 @@ def test_a_replayed_trajectory_is_the_first_of_its_group(tmp_path: Path) -> None
     chosen = tables.read_table("curated", run.curated(2)).to_dicts()
     write("curated", run.curated(3), [{**row, "step": 3} for row in chosen])
     recipe = parse_recipe({"objective": {"divide_by_std": True}}, "the test")
+    tables.write_text(run.recipe, to_toml(recipe))
     (group,) = example_groups(run, recipe)
     assert (group["role"], group["right"], group["count"]) == ("replay", 2, 3)
     assert [row["verdict"] for row in group["rows"]] == ["replayed", "wrong", "right"]

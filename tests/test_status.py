@@ -250,6 +250,7 @@ def test_a_step_is_asked_for_and_gaps_behind_are_said(call: Call, tmp_path: Path
 def test_rollouts_thrown_away_are_named_with_their_repair(call: Call, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make_tables(run, 0)
+    tables.write_text(run.recipe, "seed = 0\n")
     run.policy(1).mkdir(parents=True)
     run.trainer(1).mkdir(parents=True)
     wide_step(run, 1, 1, {"rollouts": [0], "verdicts": [0], "scores": [0]})

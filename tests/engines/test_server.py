@@ -92,11 +92,11 @@ def recipe(url: str) -> Recipe:
     ],
 )
 def test_what_is_no_vllm_is_one_line(
-    site: Callable[..., Site], demo_model: Path, status: int, text: str | bytes, says: str
+    site: Callable[..., Site], guesser: Path, status: int, text: str | bytes, says: str
 ) -> None:
     there = site(lambda *_: (status, text))
     with pytest.raises(InputError, match=says) as error:
-        open_engine(recipe(there.url), str(demo_model))
+        open_engine(recipe(there.url), str(guesser))
     assert str(error.value).isprintable()
     assert str(error.value).startswith(there.url)
     assert len(str(error.value)) < 500
@@ -105,9 +105,9 @@ def test_what_is_no_vllm_is_one_line(
 @pytest.mark.parametrize(
     "url", ["node7", "node7:8000", "ftp://node7", "http://", "http://[::1", "http://node7:x", ""]
 )
-def test_what_is_no_address_is_said(demo_model: Path, url: str) -> None:
+def test_what_is_no_address_is_said(guesser: Path, url: str) -> None:
     with pytest.raises(InputError, match="needs the address of a running vllm serve"):
-        open_engine(recipe(url), str(demo_model))
+        open_engine(recipe(url), str(guesser))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ ONCE = Sampling(1.0, 4)
 
 
 def test_the_key_is_sent_and_never_said(
-    site: Callable[..., Site], demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    site: Callable[..., Site], guesser: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = site(lambda path, _: (404, "no such path; you sent Bearer hush-hush"))
     monkeypatch.setenv("VLLM_API_KEY", "hush-hush\n")  # as $(cat FILE) would not, but files do
     with pytest.raises(InputError) as error:
-        open_engine(recipe(there.url), str(demo_model))
+        open_engine(recipe(there.url), str(guesser))
     assert there.asked == [("/v1/models", "Bearer hush-hush")]
     assert "hush-hush" not in str(error.value)
     monkeypatch.setenv("VLLM_API_KEY", "hush\nhush")
     with pytest.raises(InputError, match="VLLM_API_KEY: has characters") as error:
-        open_engine(recipe(there.url), str(demo_model))
+        open_engine(recipe(there.url), str(guesser))
     assert "hush" not in str(error.value)
 
 
@@ -162,54 +162,54 @@ def test_the_key_is_sent_and_never_said(
     ],
 )
 def test_answers_that_no_vllm_gives(
-    site: Callable[..., Site], demo_model: Path, status: int, text: str, says: str
+    site: Callable[..., Site], guesser: Path, status: int, text: str, says: str
 ) -> None:
-    there = site(lambda p, _: (200, models(demo_model)) if "models" in p else (status, text))
-    opened = open_engine(recipe(there.url), str(demo_model))
+    there = site(lambda p, _: (200, models(guesser)) if "models" in p else (status, text))
+    opened = open_engine(recipe(there.url), str(guesser))
     with pytest.raises(InputError, match=says):
         list(opened.generate(REQUESTS, ONCE))
 
 
 def test_lost_answers_are_asked_for_again(
-    site: Callable[..., Site], demo_model: Path, monkeypatch: pytest.MonkeyPatch
+    site: Callable[..., Site], guesser: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_WAITS", (0.0, 0.01, 0.01))
     failed: set[int] = set()
 
     def answer(path: str, body: dict[str, Any]) -> Answer:
         if "models" in path:
-            return 200, models(demo_model)
+            return 200, models(guesser)
         if body["seed"] in failed:
             return 200, choice()
         failed.add(body["seed"])
         return (503, "busy") if body["seed"] % 2 else (429, "slow down")
 
     there = site(answer)
-    opened = open_engine(recipe(there.url + "/v1/"), str(demo_model))
+    opened = open_engine(recipe(there.url + "/v1/"), str(guesser))
     rows = {row.index: row.token_ids for row in opened.generate(REQUESTS, ONCE)}
     assert rows == {request.index: [5] for request in REQUESTS}
     assert len(there.asked) == 1 + 2 * len(REQUESTS)
-    always = site(lambda p, _: (200, models(demo_model)) if "models" in p else (503, "busy"))
-    opened = open_engine(recipe(always.url), str(demo_model))
+    always = site(lambda p, _: (200, models(guesser)) if "models" in p else (503, "busy"))
+    opened = open_engine(recipe(always.url), str(guesser))
     with pytest.raises(StageError, match=r"no answer \(status 503: busy\).*same command goes on"):
         list(opened.generate(REQUESTS, ONCE))
 
 
 def test_all_are_in_flight_and_are_given_up_at_once(
-    site: Callable[..., Site], demo_model: Path
+    site: Callable[..., Site], guesser: Path
 ) -> None:
     hold, begun = threading.Event(), threading.Semaphore(0)
 
     def answer(path: str, body: dict[str, Any]) -> Answer:
         if "models" in path:
-            return 200, models(demo_model)
+            return 200, models(guesser)
         if body["seed"]:
             begun.release()
             hold.wait(60)
         return 200, choice()
 
     there = site(answer)
-    opened = open_engine(recipe(there.url), str(demo_model))
+    opened = open_engine(recipe(there.url), str(guesser))
     before = threading.active_count()
     rows = opened.generate(REQUESTS, ONCE)
     try:

@@ -14,7 +14,6 @@ from exgrpo_cli.engines import Completion, Request, Sampling, open_engine
 from exgrpo_cli.engines.transformers import (
     TransformersEngine,
     choose,
-    log_distribution,
     row_uniforms,
 )
 from exgrpo_cli.errors import InputError
@@ -164,22 +163,6 @@ def test_temperature_zero_is_greedy_with_the_models_own_logprobs(
         assert torch.allclose(torch.tensor(row.entropies), entropies, atol=1e-4)
 
 
-def test_top_p_truncates_and_renormalises(engine: TransformersEngine, folder: Path) -> None:
-    asked = requests(9)
-    rows = by_index(engine.generate(asked, Sampling(1.3, 16, top_p=0.7)))
-    for request in asked:
-        row = rows[request.index]
-        _, _, log_p = forward(folder, request, row, 1.3)
-        for position, token in enumerate(row.token_ids):
-            ranked = log_p[position].exp().sort(descending=True)
-            size = int((ranked.values.cumsum(0) < 0.7).sum()) + 1
-            nucleus = ranked.indices[:size].tolist()
-            assert token in nucleus
-            kept = log_p[position, nucleus].exp().sum()
-            expected = float(log_p[position, token] - kept.log())
-            assert row.logprobs[position] == pytest.approx(expected, abs=1e-4)
-
-
 def test_settings_in_the_models_generation_config_do_not_bend_the_distribution(
     folder: Path, engine: TransformersEngine, tmp_path: Path
 ) -> None:
@@ -287,9 +270,3 @@ def test_row_uniforms_are_uniform_and_differ_between_neighbouring_seeds() -> Non
     for i, j in itertools.combinations(range(50), 2):
         assert abs(float(correlations[i, j])) < 0.17
     assert row_uniforms(2**62 - 1, 3).tolist() == row_uniforms(2**62 - 1, 5).tolist()[:3]
-
-
-def test_a_nucleus_keeps_the_token_that_crosses_the_bound() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    kept = log_distribution(logits, Sampling(1.0, 1, top_p=0.6)).exp()
-    assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))

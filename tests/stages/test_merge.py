@@ -11,11 +11,13 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
+from exgrpo_cli import tables
 from exgrpo_cli.cli import main
 from exgrpo_cli.demo import make_tokenizer
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.models import load_model
-from exgrpo_cli.recipe import ModelSettings
+from exgrpo_cli.recipe import ModelSettings, Recipe, to_toml
+from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.training.merge import merge
 from exgrpo_cli.training.policy import save_policy
 from making import adapter_of, qwen
@@ -236,6 +238,7 @@ def test_the_command_merges_an_adapter_or_a_runs_policy(adapter, tmp_path, capsy
     assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == "float16"
 
     run = tmp_path / "run"
+    tables.write_text(RunDir(run).recipe, to_toml(Recipe()))
     for step in (1, 2):
         shutil.copytree(adapter, run / f"policy/step-{step:05d}")
     assert command(run) == 0

@@ -89,7 +89,7 @@ def test_parts_that_are_there_are_skipped(tmp_path: Path) -> None:
     problems = write_problems(tmp_path / "p.parquet", [("e", "1", "exact", None)])
     rollouts, out = tmp_path / "rollouts", tmp_path / "verdicts"
     for index in range(3):
-        rows = [rollout("e", index, f"\\boxed{{{i}}}") for i in range(6)]
+        rows = [rollout("e", 6 * index + i, f"\\boxed{{{i}}}") for i in range(6)]
         write_rollouts(rollouts / tables.part_name(index, 3), rows)
     first = verify(rollouts, problems, out, RECIPE, shard=tables.Shard(1, 2))
     assert (first["parts_done"], first["parts_skipped"], first["rows"]) == (1, 0, 6)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
@@ -63,6 +64,23 @@ def test_only_models_of_attention_alone_are_packed(name: str, dtype: torch.dtype
         key: value.dtype for key, value in before.items()
     }
     assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *HYBRIDS])
+def test_what_is_in_float32_beside_few_bits_stays_so(name: str) -> None:
+    """An adapter's weights, and the frequencies of rotary embeddings."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config((ATTENTION | HYBRIDS)[name], dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    before = {key: (value.dtype, value.clone()) for key, value in tensors}
+    assert {dtype for dtype, _ in before.values()} >= {torch.bfloat16, torch.float32}
+    assert any("lora_A" in key and dtype == torch.float32 for key, (dtype, _) in before.items())
+    assert any("inv_freq" in key and dtype == torch.float32 for key, (dtype, _) in before.items())
+    open_head(model)
+    for key, value in [*model.named_parameters(), *model.named_buffers()]:
+        assert value.dtype == before[key][0], key
+        assert torch.equal(value, before[key][1]), key
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

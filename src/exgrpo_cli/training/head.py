@@ -162,17 +162,23 @@ def _wide_layers(model: Any) -> Iterator[None]:
         for child in (*model.base_model.children(), model.get_output_embeddings())
         for layer in (child if isinstance(child, nn.ModuleList) else [child])
     ]
-    narrow = next(model.parameters()).dtype
+    # Adapters and rotary frequencies may be in float32 already, and are to stay as they are.
+    narrow: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def widen(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        layer.float()
+        held = itertools.chain(layer.parameters(), layer.buffers())
+        few_bits = (torch.bfloat16, torch.float16)
+        narrow[layer] = [(tensor, tensor.data) for tensor in held if tensor.dtype in few_bits]
+        for tensor, values in narrow[layer]:
+            tensor.data = values.float()
         return _floats(args), _floats(kwargs)
 
     def restore(layer: nn.Module, *_: Any) -> None:
-        layer.to(narrow)
+        for tensor, values in narrow.pop(layer, ()):
+            tensor.data = values
 
     handles = [layer.register_forward_pre_hook(widen, with_kwargs=True) for layer in layers]
-    handles += [layer.register_forward_hook(restore) for layer in layers]
+    handles += [layer.register_forward_hook(restore, always_call=True) for layer in layers]
     try:
         yield
     finally:
