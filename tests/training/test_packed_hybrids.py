@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -50,7 +51,8 @@ HYBRIDS = {
 
 def build(config: Any, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    config = copy.deepcopy(config)  # it keeps which attention was found to fit
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -69,8 +71,7 @@ def test_only_models_of_attention_alone_are_packed(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("name", [*ATTENTION, *HYBRIDS])
 def test_what_is_in_float32_beside_few_bits_stays_so(name: str) -> None:
     """An adapter's weights, and the frequencies of rotary embeddings."""
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config((ATTENTION | HYBRIDS)[name], dtype=torch.bfloat16)
+    base = build((ATTENTION | HYBRIDS)[name], torch.bfloat16)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
     tensors = [*model.named_parameters(), *model.named_buffers()]
     before = {key: (value.dtype, value.clone()) for key, value in tensors}
