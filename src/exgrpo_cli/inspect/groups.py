@@ -103,19 +103,23 @@ def _files(folder: Path) -> list[str]:
 
 
 def _advantages(rows: list[dict[str, Any]], recipe: Recipe) -> list[float]:
-    """As training takes them (:mod:`exgrpo_cli.training.batch`)."""
+    """As training takes them (:class:`exgrpo_cli.training.batch.Batch`)."""
     import torch
 
+    from exgrpo_cli.training.batch import is_silent
     from exgrpo_cli.training.objective import group_advantages
 
     rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     index = torch.zeros(len(rows), dtype=torch.int64)
     values = group_advantages(rewards, index, recipe.objective.divide_by_std).tolist()
-    cut = recipe.objective.truncated == "zero_advantage"
-    alone = len(rows) == 1 and recipe.rollout.samples > 1
     return [
         0.0
-        if alone or (cut and row["finish_reason"] == "length" and not row.get("past"))
+        if is_silent(
+            recipe,
+            len(rows),
+            cut=row["finish_reason"] == "length",
+            replayed=bool(row.get("past")),
+        )
         else value
         for row, value in zip(rows, values, strict=True)
     ]

@@ -47,6 +47,21 @@ Group = list[Row]
 """The rows of one question in one role; advantages were taken over them together."""
 
 
+def is_silent(recipe: Recipe, size: int, *, cut: bool, replayed: bool) -> bool:
+    """Whether a row's advantage is 0 whatever its reward.
+
+    Args:
+        recipe: ``objective.truncated`` and ``rollout.samples``.
+        size: rows of its group; a row that is left alone has nothing to be better than.
+        cut: whether the response ended at the length limit.
+        replayed: whether it is a stored trajectory, which always speaks.
+    """
+    if replayed:
+        return False
+    alone = size == 1 and recipe.rollout.samples > 1
+    return alone or (cut and recipe.objective.truncated == "zero_advantage")
+
+
 def list_rows(column: pl.Series) -> list[Tensor]:
     """A column of lists as tensors that share one buffer: no number becomes a Python object."""
     import torch
@@ -161,21 +176,19 @@ class Batch:
 
         values = torch.tensor([r for group in members for _, r in group], dtype=torch.float64)
         index = torch.tensor([i for i, group in enumerate(members) for _ in group])
-        objective = recipe.objective
-        advantages = iter(group_advantages(values, index, objective.divide_by_std).tolist())
-        silent: set[str] = set()
-        if objective.truncated == "zero_advantage":
-            cut = self.rollouts["finish_reason"] == "length"
-            silent = set(self.rollouts.filter(cut)["rollout_id"])
-        if recipe.rollout.samples > 1:  # a row that is left alone has nothing to be better than
-            silent |= {group[0][0].rollout_id for group in members if len(group) == 1}
+        divide = recipe.objective.divide_by_std
+        advantages = iter(group_advantages(values, index, divide).tolist())
+        cut = set(self.rollouts.filter(self.rollouts["finish_reason"] == "length")["rollout_id"])
 
-        def advantage(row: Row) -> float:
+        def advantage(row: Row, size: int) -> float:
             value = float(next(advantages))
-            alone_or_cut = row.rollout_id in silent and not row.replayed
-            return 0.0 if alone_or_cut else value
+            is_cut = row.rollout_id in cut
+            return 0.0 if is_silent(recipe, size, cut=is_cut, replayed=row.replayed) else value
 
-        return [[replace(row, advantage=advantage(row)) for row, _ in group] for group in members]
+        return [
+            [replace(row, advantage=advantage(row, len(group))) for row, _ in group]
+            for group in members
+        ]
 
     def facts(self) -> dict[str, float | None]:
         """Metrics of the batch itself: rewards by role and bucket, replay age, truncation."""
