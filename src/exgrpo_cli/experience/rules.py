@@ -2,7 +2,8 @@
 
 A query names them as ``<rule|row>``: the rule's expression, checked to give a value that can be
 used (else the error names the row). Shared terms are written likewise: ``<luck|salt, row>``,
-``<share|md5>``, and of a ``questions`` row ``<k|q>`` and ``<success_rate|q>``.
+``<of_step|salt, row>`` (columns ``samples``, ``batch``, ``step``, ``luck``), ``<share|md5>``, and
+of a ``questions`` row ``<k|q>`` and ``<success_rate|q>``.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ def with_rules(text: str, settings: CurateSettings) -> tuple[str, list[str]]:
 
     def put(match: re.Match[str]) -> str:
         name, row = match[1], match[2]
-        if name == "luck":
+        if name in ("luck", "of_step"):
             salt, row = row.split(", ")
             row = f"md5(concat_ws(':', {salt}, $seed, $step, {row}))"
-            name = "share"
         if name in _TERMS:
             return _TERMS[name].replace("@", row)
         rule = name.removeprefix("log_")
@@ -55,6 +55,11 @@ _SUCCESSES = "CASE WHEN $count_replayed THEN @.successes ELSE @.fresh_successes 
 _ATTEMPTS = "CASE WHEN $count_replayed THEN @.attempts ELSE @.fresh_attempts END"
 _TERMS = {
     "share": f"({_SHARE})",
+    "luck": f"({_SHARE})",
+    "of_step": f"""CAST($samples AS INTEGER) AS samples,
+        CAST($batch AS INTEGER) AS batch,
+        CAST($step AS INTEGER) AS step,
+        ({_SHARE}) AS luck""",
     # A count of another number of attempts is brought to K's scale.
     "k": f"""CASE
         WHEN {_ATTEMPTS} IS NULL OR {_ATTEMPTS} = $samples THEN {_SUCCESSES}

@@ -61,10 +61,7 @@ seen AS (
         CAST(count(*) OVER (PARTITION BY e.problem_id) AS INTEGER) AS stored,
         problems.source,
         problems.metadata,
-        CAST($samples AS INTEGER) AS samples,
-        CAST($batch AS INTEGER) AS batch,
-        CAST($step AS INTEGER) AS step,
-        <luck|'choose', e.rollout_id> AS luck
+        <of_step|'choose', e.rollout_id>
     FROM experience AS e
     SEMI JOIN (SELECT problem_id FROM planned WHERE role = 'replay') AS p
         ON p.problem_id = e.problem_id

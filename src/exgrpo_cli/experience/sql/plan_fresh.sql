@@ -36,10 +36,7 @@ seen AS (
         coalesce(h.stored, 0) AS stored,
         p.source,
         p.metadata,
-        CAST($samples AS INTEGER) AS samples,
-        CAST($batch AS INTEGER) AS batch,
-        CAST($step AS INTEGER) AS step,
-        <luck|'fresh', p.problem_id> AS luck
+        <of_step|'fresh', p.problem_id>
     FROM problems AS p
     LEFT JOIN questions AS q ON q.problem_id = p.problem_id
     LEFT JOIN held AS h ON h.problem_id = p.problem_id

@@ -21,10 +21,7 @@ seen AS (
         h.stored,
         p.source,
         p.metadata,
-        CAST($samples AS INTEGER) AS samples,
-        CAST($batch AS INTEGER) AS batch,
-        CAST($step AS INTEGER) AS step,
-        <luck|'question', q.problem_id> AS luck
+        <of_step|'question', q.problem_id>
     FROM questions AS q
     JOIN held AS h ON h.problem_id = q.problem_id
     JOIN problems AS p ON p.problem_id = q.problem_id

@@ -41,10 +41,7 @@ WHERE rollout_id IN (
             CAST(count(*) OVER (PARTITION BY e.problem_id) AS INTEGER) AS stored,
             p.source,
             p.metadata,
-            CAST($samples AS INTEGER) AS samples,
-            CAST($batch AS INTEGER) AS batch,
-            CAST($step AS INTEGER) AS step,
-            <luck|'drop', e.rollout_id> AS luck
+            <of_step|'drop', e.rollout_id>
         FROM experience AS e
         LEFT JOIN used AS u ON u.rollout_id = e.rollout_id
         LEFT JOIN questions AS q ON q.problem_id = e.problem_id

@@ -88,10 +88,7 @@ seen AS (
         coalesce(h.stored, 0) AS stored,
         p.source,
         p.metadata,
-        CAST($samples AS INTEGER) AS samples,
-        CAST($batch AS INTEGER) AS batch,
-        CAST($step AS INTEGER) AS step,
-        <luck|'retire', c.problem_id> AS luck
+        <of_step|'retire', c.problem_id>
     FROM counted AS c
     LEFT JOIN questions AS q ON q.problem_id = c.problem_id
     LEFT JOIN held AS h ON h.problem_id = c.problem_id
