@@ -168,7 +168,7 @@ balanced = st.recursive(
 
 @given(balanced, st.text(alphabet="ab }\n$", max_size=20))
 def test_balanced_content_comes_out_whole(content: str, before: str) -> None:
-    expected = content.strip() or None
+    expected = content.strip() if content.strip(" $") else None  # a blank is no answer
     assert last_boxed(f"{before}\\boxed{{{content}}} end") == expected
 
 
