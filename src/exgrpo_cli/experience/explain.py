@@ -41,7 +41,7 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
 
     Returns:
         ``step``, ``problem_id``, ``planned`` (the question's role in the step, or None), ``chosen``
-        (the trajectory that it replays, or None), ``planned_next``, and ``rules``: by rule its
+        (the trajectories that it replays), ``planned_next``, and ``rules``: by rule its
         ``expression`` and ``rows``, each with ``row`` (a rollout, a trajectory, a role or the
         question), the columns that the rule names, and its ``value``.
 
@@ -67,7 +67,7 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
         choose(experience, step, files)
         ask("choose", "rollout_id", step, in_pool=mentions(recipe.curate.choose, "pool_newness"))
         chosen = con.execute(
-            "SELECT rollout_id FROM chosen WHERE problem_id = $1", [problem]
+            "SELECT rollout_id FROM chosen WHERE problem_id = $1 ORDER BY rank", [problem]
         ).fetchall()
         read_step(con, files)
         experience.read_uses(step)
@@ -89,7 +89,7 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
             "step": step,
             "problem_id": problem,
             "planned": roles[0][0] if roles else None,
-            "chosen": chosen[0][0] if chosen else None,
+            "chosen": [rollout for (rollout,) in chosen],
             "planned_next": again[0] if again else None,
             "rules": {name: rules[name] for name in RULES if name in rules},
         }
@@ -132,7 +132,7 @@ def format_explanation(found: dict[str, Any], aligned: Any) -> str:
     step = found["step"]
     first = (
         f"{found['problem_id']} in step {step}: {found['planned'] or 'not planned'};"
-        f" replays {found['chosen'] or 'nothing'};"
+        f" replays {', '.join(found['chosen']) or 'nothing'};"
         f" in step {step + 1}: {found['planned_next'] or 'not planned'}"
     )
     lines = [first]

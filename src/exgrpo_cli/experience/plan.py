@@ -35,10 +35,7 @@ def draw_plan(experience: Experience, step: int) -> tuple[pl.DataFrame, int]:
     fill(con, "replayed", [(problem,) for problem in replay])
     fresh = experience.sql("plan_fresh", step=step, limit=recipe.curate.questions - len(replay))
     planned = [(row["problem_id"], "fresh", samples) for row in fresh]
-    beside = recipe.curate.replay_samples
-    planned += [
-        (problem, "replay", samples - 1 if beside is None else beside) for problem in replay
-    ]
+    planned += [(problem, "replay", recipe.replay_samples) for problem in replay]
     prefix = "" if recipe.curate.count_replayed else "fresh_"
     found = con.execute(
         f"SELECT problem_id, {prefix}successes, {prefix}attempts FROM questions"

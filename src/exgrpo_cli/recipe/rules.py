@@ -43,7 +43,7 @@ _BUCKET: Columns = {
 }
 _GROUP: Columns = {
     "role": ("VARCHAR", "fresh or replay"),
-    "k": ("INTEGER", "successes of the group, by curate.count_replayed with the replayed row"),
+    "k": ("INTEGER", "successes of the group, by curate.count_replayed with replayed rows"),
     "n": ("INTEGER", "rows of the group, counted likewise"),
     "fresh_k": ("INTEGER", "successes of its rollouts"),
     "fresh_n": ("INTEGER", "its rollouts"),

@@ -145,7 +145,7 @@ def _say_of_choice(experience: Experience, note: Log) -> None:
             " prompts longer than rollout.max_prompt_tokens?); nothing is replayed of them"
         )
     stale, scored = con.execute(
-        "SELECT sum(unscored), sum(candidates) FROM chosen"
+        "SELECT sum(unscored), sum(candidates) FROM chosen WHERE rank = 1"
         " HAVING sum(unscored) < sum(candidates) AND sum(unscored) > 0"
     ).fetchone() or (0, 0)
     if stale and by_policy(experience.recipe):
