@@ -78,15 +78,12 @@ def problems(
     Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR,
     OlympiadBench, ARC, MMLU, MMLU-Pro, GPQA, chats, ShareGPT, plain question and answer.
     """
-    named = [pair.partition("=") for pair in re.split(r",(?=\w+=)", columns)] if columns else []
-    if not all(field and equals and column for field, equals, column in named):
-        raise InputError(f"--columns {columns}: expected FIELD=COLUMN, such as question=Problem")
     settings = shared.settings(
         None,
         problems__format=format_,
         problems__verifier=verifier,
         problems__limit=limit,
-        problems__columns={field.strip(): column for field, _, column in named} or None,
+        problems__columns=_named_columns(columns) or None,
         problems__skip_bad=skip_bad,
     )
     from exgrpo_cli.runs.prepare import import_into
@@ -95,6 +92,63 @@ def problems(
         out, source, settings, policy, to_stderr, name=name, dedupe=not keep_duplicates
     )
     print_result(report, shared.as_json)
+
+
+@command(PANEL, "import")
+def import_(
+    shared: Shared,
+    run: OwnRun,
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="JSONL, JSON, CSV, Parquet or Arrow; or a folder."),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option("--source", help="Whose they are, for rules; default the file's name."),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns",
+            metavar="FIELD=COLUMN,…",
+            help="Where they lie: response=Solution,question=Frage; also id, and source a row.",
+        ),
+    ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them."),
+    ] = False,
+) -> None:
+    """Take trajectories of another model or person into RUN's log, to be replayed.
+
+    Known are LUFFY's target, OpenR1's generations, RLEP's candidates, columns such as response or
+    completion, and chats. Rows are of the run's problems, found by question or id. The next step
+    judges and scores them with its own rollouts; the rule curate.store says which enter the pool.
+    """
+    settings = shared.settings(run, stage=True)
+    from exgrpo_cli.stages.imports import import_trajectories
+
+    place = open_run(run)
+    with place.locked():
+        result = import_trajectories(
+            place,
+            source,
+            settings,
+            name=name,
+            columns=_named_columns(columns),
+            skip_bad=skip_bad,
+            log=to_stderr,
+        )
+    print_result(result.as_dict(), shared.as_json)
+
+
+def _named_columns(columns: str | None) -> dict[str, str]:
+    """``question=Frage,answer=Wert`` as a dictionary."""
+    pairs = re.split(r",(?=\w+=)", columns) if columns else []
+    named = [pair.partition("=") for pair in pairs]
+    if not all(field and equals and column for field, equals, column in named):
+        raise InputError(f"--columns {columns}: expected FIELD=COLUMN, such as question=Problem")
+    return {field.strip(): column for field, _, column in named}
 
 
 @command(PANEL)

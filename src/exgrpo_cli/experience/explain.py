@@ -77,6 +77,10 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
         experience.take_in(files)
         experience.recipe = recipe
         ask("store", "rollout_id", step)
+        if files.imports:
+            own = rules["store"]["rows"]
+            ask("store", "rollout_id", step, query="take_in_imports")
+            rules["store"]["rows"] = own + rules["store"]["rows"]
         experience.read_uses(step)
         ask("drop", "rollout_id", step)
         if recipe.curate.drop != "false":
@@ -96,18 +100,23 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
 
 
 def _rows(
-    experience: Experience, name: str, row: str, problem: str, **parameters: Any
+    experience: Experience,
+    name: str,
+    row: str,
+    problem: str,
+    query: str | None = None,
+    **parameters: Any,
 ) -> dict[str, Any]:
     """A rule's rows of a question: see :func:`explain`."""
     curate = experience.recipe.curate
     expression: str = getattr(curate, name)
-    text = sql_text(_QUERIES[name])
+    text = sql_text(query or _QUERIES[name])
     seen = _SEEN.search(text)
     assert seen is not None, name
     begin = text.rindex("WITH ", 0, seen.start())
     columns = [column for column in RULES[name].columns if mentions(expression, column)]
     names = "".join(f', "{column}"' for column in columns)
-    query = (
+    asked = (
         f"{text[begin : seen.end()]}\nSELECT {row} AS row{names},"
         f" {as_sql(name, expression, 'problem_id')} AS value"
         " FROM (SELECT * FROM seen WHERE problem_id = $problem) ORDER BY ALL"
@@ -118,7 +127,7 @@ def _rows(
         "seed": experience.recipe.seed,
         "problem": problem,
     }
-    found = run_sql(experience.con, name, with_rules(query, curate)[0], **given, **parameters)
+    found = run_sql(experience.con, name, with_rules(asked, curate)[0], **given, **parameters)
     return {"expression": expression, "rows": found}
 
 

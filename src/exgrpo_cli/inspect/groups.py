@@ -185,9 +185,12 @@ def _shown(row: Mapping[str, Any], advantage: float) -> dict[str, Any]:
     if row.get("past"):
         verdict = "replayed" if row["correct"] else f"replayed, {verdict}"
         place = "best" if row["rank"] == 1 else f"number {row['rank']}"
-        css, detail = "again", (
-            f"collected in step {row['collected_step']}, {place} of {row['candidates']} by mean"
-            f" entropy {row['mean_entropy']:.3f} nats"
+        css, detail = (
+            "again",
+            (
+                f"collected in step {row['collected_step']}, {place} of {row['candidates']} by mean"
+                f" entropy {row['mean_entropy']:.3f} nats"
+            ),
         )
     extracted = row.get("extracted")
     return {

@@ -51,7 +51,8 @@ def verify(
     verifier: str | None = None,
     pool: Pool | None = None,
 ) -> Result:
-    """Judge rollouts: one ``verdicts`` part for each ``rollouts`` part, row for row in its order.
+    """Judge rollouts: one ``verdicts`` part for each ``rollouts`` part, row for row in its order;
+    in a run also the trajectories of others that the step takes in.
 
     A part whose verdicts exist is skipped, so a killed run goes on where it stopped. Memory stays
     bounded however large a part and its row groups are; the workers and what they have judged are
@@ -85,8 +86,10 @@ def verify(
 
     began = time.monotonic()
     targets = _targets(step.rollouts, step.verdicts)
+    imports = enumerate(step.imports("verdicts"))
     golds = _read_golds(step.problems, recipe, verifier)
     mine = [(file, target) for file, target in targets if shard.has(tables.part_number(file)[0])]
+    mine += [pair for number, pair in imports if shard.has(number)]
     todo = [(file, target) for file, target in mine if force or not target.exists()]
     total = _Counts()
     with (
@@ -166,7 +169,8 @@ def explain(
 
     problems = step.problems
     golds = _read_golds(problems, recipe, verifier)
-    for file in tables.parquet_files(step.rollouts):
+    imported = [file for file, _ in step.imports("verdicts")]
+    for file in [*tables.parquet_files(step.rollouts), *imported]:
         identifiers = tables.read_table("rollouts", file, ["rollout_id"])["rollout_id"]
         index = (identifiers == rollout_id).arg_max() if identifiers.len() else None
         if index is None or identifiers[index] != rollout_id:

@@ -38,12 +38,20 @@ SCHEMAS: dict[str, dict[str, Column]] = {
         "attempts": ("INTEGER", True, "out of how many"),
     },
     "rollouts": {
-        "rollout_id": ("VARCHAR", False, "key: s00007/PROBLEM_ID/03"),
-        "step": ("INTEGER", False, "the step t of the policy that sampled it"),
+        "rollout_id": (
+            "VARCHAR",
+            False,
+            "key: s00007/PROBLEM_ID/03; of an import i/NAME/PROBLEM_ID/HASH",
+        ),
+        "step": ("INTEGER", False, "the step t of the policy that sampled it, or takes it in"),
         "problem_id": ("VARCHAR", False, "the question"),
         "sample": ("INTEGER", False, "0..K-1; from 1 in a replay group, which has replayed rows"),
-        "role": ("VARCHAR", False, "fresh or replay: the role of its question in this step"),
-        "policy": ("VARCHAR", False, "the policy's name, such as step-00007"),
+        "role": (
+            "VARCHAR",
+            False,
+            "fresh or replay: the role of its question in this step; import",
+        ),
+        "policy": ("VARCHAR", False, "the policy's name, such as step-00007, or the import's"),
         "prompt_ids": ("INTEGER[]", False, "prompt token ids"),
         "token_ids": ("INTEGER[]", False, "response token ids, the end token included"),
         "text": ("VARCHAR", False, "the response for reading; never tokenised again"),
@@ -98,8 +106,8 @@ SCHEMAS: dict[str, dict[str, Column]] = {
         "attempts": ("INTEGER", True, "n of the bucket, replayed rows counted"),
         "fresh_successes": ("INTEGER", True, "k without replayed rows"),
         "fresh_attempts": ("INTEGER", True, "n without replayed rows"),
-        "bucket": ("VARCHAR", True, "easy, medium or hard; null before the first stored success"),
-        "last_step": ("INTEGER", False, "the last step it was sampled in"),
+        "bucket": ("VARCHAR", True, "easy, medium or hard; null before the first success"),
+        "last_step": ("INTEGER", False, "the last step it was sampled in, or first imported in"),
         "times_replayed": ("INTEGER", False, "steps in which it was a replay question"),
         "retired_step": ("INTEGER", True, "when all of its samples succeeded"),
         "epoch": ("INTEGER", True, "the last epoch in which it was drawn fresh"),
@@ -149,7 +157,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 
 WORDS: dict[str, tuple[str, ...]] = {
-    "role": ("fresh", "replay"),
+    "role": ("fresh", "replay", "import"),
     "status": STATUSES,
     "finish_reason": ("stop", "length"),
     "entropy_source": ("engine", "topk", "logprobs", "score"),

@@ -50,6 +50,7 @@ seen AS (
         coalesce(u.times, 0) AS times_used,
         e.reward,
         e.tokens,
+        <origin|e.rollout_id> AS origin,
         -- Under the current policy where that is known, else as it was when it was collected.
         coalesce(s.mean_entropy, e.mean_entropy) AS mean_entropy,
         coalesce(s.mean_logprob, e.mean_logprob) AS mean_logprob,
