@@ -75,17 +75,16 @@ def read_answered(
                 yield error
 
 
-def normal(text: str) -> str:
-    """A question's text as it is compared: white space aside."""
+def last_question(messages: list[dict[str, str]]) -> str:
+    """A chat's last user message, as it is compared: white space aside."""
+    text = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
     return " ".join(text.split())
 
 
-def last_question(messages: list[dict[str, str]]) -> str:
-    """A chat's last user message, as it is compared."""
-    return normal(next((m["content"] for m in reversed(messages) if m["role"] == "user"), ""))
-
-
 def _answered(where: str, row: Mapping[str, Any], told: Mapping[str, str]) -> Answered:
+    for name, column in told.items():
+        if column not in row and column.partition(".")[0] not in row:
+            raise RowError(f"no column {column} for {name}")
     chat = next((c for c in _CHATS if row.get(c) is not None), None)
     messages, said = split_chat(row[chat], chat) if chat else (None, None)
     asked = told.get("question") or next((c for c in QUESTIONS if row.get(c) is not None), None)
@@ -102,7 +101,7 @@ def _answered(where: str, row: Mapping[str, Any], told: Mapping[str, str]) -> An
             f"no response; known are the columns {', '.join(RESPONSES)} and the end of a chat, and"
             " --columns response=NAME names another"
         )
-    responses = [said or ""] if column is None else _texts(at(row, column), column)
+    responses = [said or ""] if column is None else _texts(_listed(at(row, column)), column)
     cut = [any(_is_cut(row, name, sign, i) for name, sign in _CUT) for i in range(len(responses))]
     kept = [clean(text) for text, gone in zip(responses, cut, strict=True) if not gone]
     return Answered(
@@ -129,7 +128,7 @@ def _ids(row: Mapping[str, Any], told: Mapping[str, str]) -> tuple[str, ...]:
 def _column(row: Mapping[str, Any]) -> str | None:
     """The column of a row's responses; one that is empty, where none holds any."""
     here = [c for c in RESPONSES if c in row or c.rpartition(".")[2] in _inside(row, c)]
-    full = (c for c in here if isinstance(structure(at(row, c)), str | list | Mapping))
+    full = (c for c in here if isinstance(at(row, c), str | list | Mapping))
     return next(full, next((c for c in here if at(row, c) is None), None))
 
 
@@ -138,13 +137,19 @@ def _inside(row: Mapping[str, Any], column: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _listed(value: Any) -> Any:
+    """A list that a CSV holds as text; other texts are responses themselves."""
+    inside = structure(value)
+    listed = isinstance(inside, list) and all(isinstance(one, str | Mapping) for one in inside)
+    return inside if listed else value
+
+
 def _texts(value: Any, column: str) -> list[str]:
     """The responses in a value: a text, a message or a chat that ends in one, or a list of these.
 
     Raises:
         RowError: it is something else, or a chat of several turns.
     """
-    value = structure(value)
     if value is None:
         return []
     if isinstance(value, str):

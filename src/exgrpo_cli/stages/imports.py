@@ -90,10 +90,11 @@ def import_trajectories(
     found = {key: work.counts[key] for key in _COUNTS}
     if not found["trajectories"] and not found["there_already"]:
         raise InputError(f"{source}: nothing to take in of {_left_out(found, recipe)}")
-    log(
-        f"{source}: {found['trajectories']} trajectories of {len(work.questions)} questions are new"
-        f" (as {label}); step {step} takes them in"
-    )
+    if found["trajectories"]:
+        log(
+            f"{source}: {found['trajectories']} trajectories of {len(work.questions)} questions are"
+            f" new (as {label}); step {step} takes them in"
+        )
     if any(found[key] for key in _COUNTS[2:]):
         log(f"{source}: left out {_left_out(found, recipe)}")
     metrics = {"step": step, "source": label, **found, "questions": len(work.questions)}
