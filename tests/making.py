@@ -419,5 +419,20 @@ def small_run(policy: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def teacher(policy: Path) -> Path:
+    """Two successes and a failure for each of twenty problems of a guesser; and another's."""
+    lines = (policy.parent / "problems.jsonl").read_text().splitlines()[:20]
+    rows = [
+        {"prompt": row["prompt"], "generations": [f"{a}\\boxed{{{b}}}" for a, b in (
+            ("c", row["answer"]), ("a", row["answer"]), ("f", "8" if row["answer"] != "8" else "0")
+        )]}
+        for row in map(json.loads, lines)
+    ]  # fmt: skip
+    file = policy.parent / "teacher.jsonl"
+    rows.append({"prompt": "of another set", "generations": ["x"]})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def settings(*sets: str) -> list[str]:
     return [word for one in sets for word in ("--set", one)]

@@ -145,6 +145,9 @@ def test_buckets_and_weights_decide_who_is_replayed(run: RunDir) -> None:
     after(run, question="CASE WHEN success_rate = 0.5 THEN 1 ELSE 0 END")
     assert plan(run, 2)["replay"] == ["a"]  # what weighs nothing is not drawn, and fresh ones fill
     assert len(plan(run, 2)["fresh"]) == 3
+    after(run, bucket_weight="CASE WHEN bucket = 2 THEN 1 ELSE 0 END")
+    assert plan(run, 2)["replay"] == ["a"]
+    assert len(plan(run, 2)["fresh"]) == 3
 
 
 def test_a_heavier_question_comes_more_often(run: RunDir) -> None:
@@ -206,7 +209,6 @@ def test_fresh_weights_order_an_epoch(run: RunDir) -> None:
         ("choose", "sqrt(-age)", "curate.choose"),
         ("choose", "CAST('nan' AS DOUBLE) * age", "rule curate.choose is null or not finite of s0"),
         ("bucket_weight", "2 - bucket", "rule curate.bucket_weight is null, not finite or neg"),
-        ("bucket_weight", "0", "no bucket has any weight"),
         ("fresh", "k", "rule curate.fresh is null, not finite or negative of "),
         ("drop", "since_sampled > NULL", "curate.drop"),
     ],

@@ -28,6 +28,7 @@ from making import (
     rebuild,
     settings,
     small_run,
+    teacher,
     write_imports,
     write_problems,
     write_step,
@@ -49,21 +50,6 @@ def stopping(*given):
     write(*given) if left[0] >= 0 else os._exit(137)
 tables.write_table = stopping
 """
-
-
-def teacher(policy: Path) -> Path:
-    """Two successes and a failure for each of twenty problems of a guesser; and another's."""
-    lines = (policy.parent / "problems.jsonl").read_text().splitlines()[:20]
-    rows = [
-        {"prompt": row["prompt"], "generations": [f"{a}\\boxed{{{b}}}" for a, b in (
-            ("c", row["answer"]), ("a", row["answer"]), ("f", "8" if row["answer"] != "8" else "0")
-        )]}
-        for row in map(json.loads, lines)
-    ]  # fmt: skip
-    file = policy.parent / "teacher.jsonl"
-    rows.append({"prompt": "of another set", "generations": ["x"]})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def tables_of(run: RunDir) -> list[pl.DataFrame]:

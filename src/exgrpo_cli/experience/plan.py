@@ -62,7 +62,8 @@ def _draw_replay(experience: Experience, step: int) -> list[str]:
     """The replay questions of a step, in the order of the plan."""
     recipe = experience.recipe
     experience.sql("pool_questions", step=step)
-    buckets = experience.sql("bucket_weights", step=step)
+    found = experience.sql("bucket_weights", step=step)
+    buckets = [row for row in found if row["log_weight"] > -math.inf]
     sizes = {row["count"]: row["questions"] for row in buckets}
     # The margin is for shares that are not exact in binary, such as 0.29 * 100.
     wanted = math.floor(recipe.curate.replay_ratio * recipe.curate.questions + 1e-9)
