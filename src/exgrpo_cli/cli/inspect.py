@@ -23,14 +23,19 @@ from exgrpo_cli.progress import to_stderr
 
 PANEL = "Data and inspection"
 
+SourceFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV, Parquet or Arrow; or a folder.")
+]
+SkipBad = Annotated[
+    bool | None,
+    typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them."),
+]
+
 
 @command(PANEL)
 def problems(
     shared: Shared,
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="JSONL, JSON, CSV, Parquet or Arrow; or a folder."),
-    ],
+    source: SourceFile,
     out: Annotated[
         Path | None, typer.Option("--out", help="Problems table to write; without it, only check.")
     ] = None,
@@ -51,10 +56,7 @@ def problems(
             " verifier.",
         ),
     ] = None,
-    skip_bad: Annotated[
-        bool | None,
-        typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them."),
-    ] = None,
+    skip_bad: SkipBad = None,
     verifier: Annotated[
         str | None,
         typer.Option("--verifier", help="math, choice, exact, numeric, or path.py:function."),
@@ -98,10 +100,7 @@ def problems(
 def import_(
     shared: Shared,
     run: OwnRun,
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="JSONL, JSON, CSV, Parquet or Arrow; or a folder."),
-    ],
+    source: SourceFile,
     name: Annotated[
         str | None,
         typer.Option("--source", help="Whose they are, for rules; default the file's name."),
@@ -114,10 +113,7 @@ def import_(
             help="Where they lie: response=Solution,question=Frage; also id, and source a row.",
         ),
     ] = None,
-    skip_bad: Annotated[
-        bool,
-        typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them."),
-    ] = False,
+    skip_bad: SkipBad = None,
 ) -> None:
     """Take trajectories of another model or person into RUN's log, to be replayed.
 
@@ -136,7 +132,7 @@ def import_(
             settings,
             name=name,
             columns=_named_columns(columns),
-            skip_bad=skip_bad,
+            skip_bad=bool(skip_bad),
             log=to_stderr,
         )
     print_result(result.as_dict(), shared.as_json)
