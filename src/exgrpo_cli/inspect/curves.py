@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from exgrpo_cli.inspect.charts import line_chart, percent, seconds, stack_chart
-from exgrpo_cli.metrics import Metrics, band, evaluation_names, replay_start, series
-
-STAGES = ("rollout", "verify", "score", "curate", "train")
+from exgrpo_cli.metrics import STAGES, Metrics, band, evaluation_names, replay_start, series
 
 _FROM_ZERO = (0.0, None)
 _SHARE: dict[str, Any] = {"bounds": _FROM_ZERO, "text": percent}
