@@ -67,8 +67,16 @@ def _spread(points: list[Point], count: int) -> list[Point]:
     return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
 
 
-def series(metrics: Metrics, name: str) -> list[Point]:
-    """(step, value) of a metric, where it is there and finite, in step order."""
+def series(metrics: Metrics, name: str | tuple[str, str]) -> list[Point]:
+    """(step, value) of a metric, where it is there and finite, in step order.
+
+    Args:
+        metrics: lines of ``metrics.jsonl``.
+        name: the metric; or two, for the first one's share of the second.
+    """
+    if not isinstance(name, str):
+        part, whole = (dict(series(metrics, one)) for one in name)
+        return [(step, value / whole[step]) for step, value in part.items() if whole.get(step)]
     found = []
     for line in metrics:
         value = line.get(name)

@@ -26,6 +26,7 @@ from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import read_provenance
 from exgrpo_cli.tables import write_text
 
+
 def write_report(run: RunDir) -> Path:
     """Write ``report.html`` from whatever the run has so far.
 
