@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,12 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
 
     Returns:
         ``baseline``; ``arms`` (``name``, ``runs``, ``seeds``, ``steps`` of each run); ``differing``
-        (see :func:`exgrpo_cli.inspect.arms.differing`); ``figures``: of each place (``at``, see
-        :data:`PLACES`), ``set`` and ``arm`` a row with ``seeds`` (how many), ``step`` (lowest and
-        highest), ``pass@1`` (mean over seeds) and half of its 95% t interval ``pass@1_half`` (None
-        for a single seed), ``difference`` and ``difference_half`` over the ``pairs`` of runs of the
-        same seed (None without any), and the mean of what was spent: see :data:`COSTS`.
+        (see :func:`exgrpo_cli.inspect.arms.differing`); ``warnings`` in words; ``figures``: of each
+        ``set``, place (``at``, see :data:`PLACES`) and ``arm`` a row with ``seeds`` (how many),
+        ``step`` (lowest and highest), ``pass@1`` (mean over seeds) and half of its 95% t interval
+        ``pass@1_half`` (None for a single seed), ``difference`` and ``difference_half`` over the
+        ``pairs`` of runs of the same seed (None without any), and the mean of what was spent: see
+        :data:`COSTS`.
 
     Raises:
         InputError: no arm has this name.
@@ -62,6 +64,7 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
             for arm in arms
         ],
         "differing": differing(arms),
+        "warnings": [*_doubled(arms), *_other_problems(arms)],
         "figures": [
             {"at": at, "set": name, **row}
             for name in evaluated_sets(arms)
@@ -69,6 +72,22 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
             for row in _rows(arms, base, name, place, at)
         ],
     }
+
+
+def _doubled(arms: Iterable[Arm]) -> Iterator[str]:
+    for arm in arms:
+        for seed, count in Counter(member.seed for member in arm.members).items():
+            if count > 1:
+                yield f"{arm.name}: {count} runs of seed {seed} count as their mean"
+
+
+def _other_problems(arms: Iterable[Arm]) -> Iterator[str]:
+    for name in evaluated_sets(arms):
+        files = [
+            m.run.root / "evaluations" / f"{name}.parquet" for arm in arms for m in arm.members
+        ]
+        if len({file.read_bytes() for file in files if file.exists()}) > 1:
+            yield f"{name}: not the same problems in all runs; accuracies cannot be compared"
 
 
 def evaluated_sets(arms: Iterable[Arm]) -> list[str]:
@@ -116,12 +135,14 @@ def _places(arms: Sequence[Arm], base: Arm, name: str) -> dict[str, Place]:
     shared = set.intersection(*({step for step, _ in points} for points in curves))
     if shared:
         found["step"] = lambda arm, member: max(shared)
+    if not shared or any(points[-1][0] > max(shared) for points in curves):
+        found["last"] = lambda arm, member: accuracy(member, name)[-1][0]
+    if len(arms) == 1:  # there is nothing to be equal to
+        return found
     spent = [_tokens_at_last(m, name) for arm in arms for m in arm.members if accuracy(m, name)]
     tokens = min((one or 0.0 for one in spent), default=0.0)
     if tokens > 0:
         found["tokens"] = lambda arm, member: _step_at(member, tokens)
-    if not shared or any(points[-1][0] > max(shared) for points in curves):
-        found["last"] = lambda arm, member: accuracy(member, name)[-1][0]
     best = max((value for _, value in _mean(base, name)), default=None)
     if best is not None:
         found["best"] = lambda arm, member: _first(_mean(arm, name), best)

@@ -30,19 +30,17 @@ _BAND = "pass@1, mean over seeds; band: lowest to highest seed"
 
 def notes(found: Mapping[str, Any]) -> list[str]:
     """What the tables' figures are, in sentences."""
-    doubled = [
-        f"{arm['name']}: several runs of seed {seed}, averaged"
-        for arm in found["arms"]
-        for seed in dict.fromkeys(arm["seeds"])
-        if arm["seeds"].count(seed) > 1
-    ]
     against = found["baseline"]
     return [
         "± is half of a 95% interval over seeds (Student's t); a single seed has none.",
-        f"Differences are to {against}, in points, over pairs of the same seed (n of them).",
+        *(
+            [f"Differences are to {against}, in points, paired by seed; (n): over n pairs alone."]
+            if len(found["arms"]) > 1
+            else []
+        ),
         "tokens: all that were sampled for training; questions: fresh ones, repeats counted.",
         "time: of the stages, without evaluations; between evaluations all is interpolated.",
-        *doubled,
+        *found["warnings"],
     ]
 
 
@@ -63,9 +61,9 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     spent = ["" if row[cost] is None else number(row[cost]) for cost in COSTS[:-1]]
     return [
         row["arm"],
-        str(row["seeds"]) if row["seeds"] else "not reached",
+        str(row["seeds"] or ""),
         "–".join(steps),
-        _with_half(row["pass@1"], row["pass@1_half"], "{:.1%}"),
+        _with_half(row["pass@1"], row["pass@1_half"], "{:.1%}") or "not reached",
         _with_half(row["difference"], row["difference_half"], "{:+.1%}").replace("%", "") + pairs,
         *spent,
         "" if row["seconds"] is None else duration(row["seconds"]),
@@ -78,25 +76,31 @@ def _with_half(value: float | None, half: float | None, form: str) -> str:
     return form.format(value) + ("" if half is None else f" ± {100 * half:.1f}")
 
 
-def arm_tables(found: Mapping[str, Any]) -> tuple[Table, Table]:
-    """The arms with their runs, and what differs in their recipes."""
-    arms = found["arms"]
+def arm_table(found: Mapping[str, Any]) -> Table:
+    """The arms: what the baseline's recipe is in all that differs, and how others differ from it.
+
+    A setting in which runs of an arm differ has all their values.
+    """
+    names = [arm["name"] for arm in found["arms"]]
+    base = names.index(found["baseline"])
+
+    def settings(i: int) -> str:
+        return ", ".join(
+            f"{key} = {' / '.join(map(plain, values[i]))}"
+            for key, values in found["differing"].items()
+            if i == base or values[i] != values[base]
+        )
+
     return {
-        "head": ["arm", "runs", "seeds", "steps"],
+        "head": ["arm", "what differs", "seeds", "steps"],
         "body": [
             [
                 arm["name"],
-                str(len(arm["runs"])),
+                settings(i),
                 ", ".join(map(str, arm["seeds"])),
                 ", ".join(dict.fromkeys(map(str, arm["steps"]))),
             ]
-            for arm in arms
-        ],
-    }, {
-        "head": ["differs", *(arm["name"] for arm in arms)],
-        "body": [
-            [key, *(" / ".join(map(plain, values)) for values in by_arm)]
-            for key, by_arm in found["differing"].items()
+            for i, arm in enumerate(found["arms"])
         ],
     }
 
@@ -110,13 +114,15 @@ def format_comparison(found: Mapping[str, Any], *, markdown: bool = False) -> Re
 
     from exgrpo_cli.terminal import harmless
 
-    arms, differing = arm_tables(found)
+    figures = tables(found)
+    widths = [
+        max(len(row[i]) for _, rows in figures for row in (rows["head"], *rows["body"]))
+        for i in range(len(figures[0][1]["head"]) if figures else 0)
+    ]  # columns of all tables lie below each other
     parts: list[RenderableType] = []
-    for title, rows, words in [
-        ("", arms, 1), ("", differing, 99), *((title, rows, 1) for title, rows in tables(found))
+    for title, rows, words, least in [
+        ("", arm_table(found), 2, []), *((*one, 1, widths) for one in figures)
     ]:  # fmt: skip
-        if not rows["body"]:
-            continue
         table = RichTable(
             box=MARKDOWN if markdown else None,
             padding=(0, 1) if markdown else (0, 2, 0, 0),
@@ -127,6 +133,7 @@ def format_comparison(found: Mapping[str, Any], *, markdown: bool = False) -> Re
                 escape(harmless(cell)),
                 justify="left" if i < words else "right",
                 no_wrap=markdown or i >= words,
+                min_width=least[i] if i and least else None,
             )
         for row in rows["body"]:
             table.add_row(*(escape(harmless(cell)) for cell in row))
@@ -139,12 +146,10 @@ def write_page(path: Path, arms: Sequence[Arm], found: Mapping[str, Any]) -> Non
     """The comparison as an HTML page that needs nothing else."""
     runs = sum(len(arm.members) for arm in arms)
     names = " · ".join(arm.name for arm in arms)
-    first, second = arm_tables(found)
     values = {
         "name": names if len(names) <= 60 else f"{len(arms)} arms",
         "about": f"{runs} runs in {len(arms)} arms, against {found['baseline']}",
-        "arms": first,
-        "differing": second,
+        "arms": arm_table(found),
         "notes": notes(found),
         "figures": tables(found),
         "drawn": _charts(arms),
@@ -255,11 +260,16 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
                         *zip(*band, strict=True), color=drawn.get_color(), alpha=0.15, linewidth=0
                     )
             panel.set_xlabel(_AXES[axis])
+            panel.xaxis.set_major_formatter(lambda x, _: number(x))
+            panel.yaxis.set_major_formatter(lambda y, _: percent(y))
             panel.grid(alpha=0.3)
         row[0].set_ylabel(f"{name} pass@1")
     panels[0][0].legend(frameon=False)
+    kind = path.suffix.lstrip(".") or "png"
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise InputError(f"--png {path}: matplotlib knows no format {kind}")
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=150)
+        figure.savefig(temporary, format=kind, dpi=150)
 
 
 def write_numbers(path: Path, arms: Sequence[Arm]) -> None:

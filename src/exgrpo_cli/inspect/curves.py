@@ -34,7 +34,7 @@ EXPERIENCE: list[_Chart] = [
      {"replayed": "replay/age_mean", "pool": "pool/age_mean"}, _LEVEL),
     ("Questions without a gradient", "share of the sampled ones; their advantages are all zero",
      {"all wrong": "solve/none", "all right": "solve/all",
-      "in the batch": ("train/zero_advantage_groups", "train/groups")}, _SHARE),
+      "with replayed rows": ("train/zero_advantage_groups", "train/groups")}, _SHARE),
 ]  # fmt: skip
 
 TRAINING: list[_Chart] = [
