@@ -180,21 +180,25 @@ def _runs(folder: Path, deep: int) -> Iterator[RunDir]:
 
 def _names(groups: Sequence[Sequence[Member]]) -> list[str]:
     """A name for each group: its runs', without the seed, where they have one in common."""
-    members = [member for group in groups for member in group]
-    roots = [member.run.root.resolve() for member in members]
+    roots = [member.run.root.resolve() for group in groups for member in group]
     above = Path(os.path.commonpath([root.parent for root in roots]))
     stems = [
         {_without_seed(m.run.root.resolve().relative_to(above).as_posix(), m.seed) for m in group}
         for group in groups
     ]
     common = [stem.pop() if len(stem) == 1 else "" for stem in stems]
-    keys = settings_that_differ(members)
     return [
-        name
-        if name and common.count(name) == 1
-        else ", ".join(f"{key} = {setting(group[0].recipe, key)}" for key in keys) or "all runs"
+        name if name and common.count(name) == 1 else _settings_of(group, groups)
         for name, group in zip(common, groups, strict=True)
     ]
+
+
+def _settings_of(group: Sequence[Member], groups: Sequence[Sequence[Member]]) -> str:
+    """What sets a group apart: from the first one, or that one from the others."""
+    others = [one[0] for one in groups] if group is groups[0] else [groups[0][0]]
+    keys = settings_that_differ([group[0], *others])
+    words = (f"{key.rpartition('.')[2]} = {setting(group[0].recipe, key)}" for key in keys)
+    return ", ".join(words) or "all runs"
 
 
 def _without_seed(name: str, seed: int) -> str:

@@ -132,6 +132,8 @@ def _places(arms: Sequence[Arm], base: Arm, name: str) -> dict[str, Place]:
     """Where the arms are compared on a set; what some run does not have is left out."""
     curves = [points for arm in arms for m in arm.members if (points := accuracy(m, name))]
     found: dict[str, Place] = {}
+    if not curves:
+        return found
     shared = set.intersection(*({step for step, _ in points} for points in curves))
     if shared:
         found["step"] = lambda arm, member: max(shared)
@@ -167,7 +169,7 @@ def _first(line: Sequence[Point], value: float) -> float | None:
     before: Point | None = None
     for x, y in line:
         if y >= value:
-            if before is None or y == before[1]:
+            if before is None:
                 return x
             return before[0] + (x - before[0]) * (value - before[1]) / (y - before[1])
         before = (x, y)

@@ -25,7 +25,7 @@ _AXES = {
     "questions": "fresh questions",
     "seconds": "seconds in the stages",
 }
-_BAND = "pass@1, mean over seeds; band: lowest to highest seed"
+_BAND = "pass@1, mean over the seeds that have come so far; band: lowest to highest"
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
@@ -238,7 +238,7 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
     says).
 
     Raises:
-        InputError: matplotlib is not installed, or cannot write this format.
+        InputError: matplotlib is not installed or cannot write this format, or nothing to draw.
     """
     try:
         from matplotlib.figure import Figure
@@ -247,6 +247,8 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
             "--png: needs matplotlib; install it with: pip install 'exgrpo-cli[plots]'"
         ) from None
     sets = evaluated_sets(arms)
+    if not sets:
+        raise InputError(f"--png {path}: none of the runs has an evaluation to draw")
     figure = Figure(figsize=(10, 3.2 * len(sets)), layout="constrained")
     panels = figure.subplots(len(sets), 2, sharey="row", squeeze=False)
     for name, row in zip(sets, panels, strict=True):
@@ -264,7 +266,8 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
             panel.yaxis.set_major_formatter(lambda y, _: percent(y))
             panel.grid(alpha=0.3)
         row[0].set_ylabel(f"{name} pass@1")
-    panels[0][0].legend(frameon=False)
+    lines = panels[0][0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside upper center", ncols=4, frameon=False)
     kind = path.suffix.lstrip(".") or "png"
     if kind not in figure.canvas.get_supported_filetypes():
         raise InputError(f"--png {path}: matplotlib knows no format {kind}")
