@@ -82,9 +82,9 @@ def last_question(messages: list[dict[str, str]]) -> str:
 
 
 def _answered(where: str, row: Mapping[str, Any], told: Mapping[str, str]) -> Answered:
-    for name, column in told.items():
-        if column not in row and column.partition(".")[0] not in row:
-            raise RowError(f"no column {column} for {name}")
+    for field, name in told.items():
+        if name not in row and name.partition(".")[0] not in row:
+            raise RowError(f"no column {name} for {field}")
     chat = next((c for c in _CHATS if row.get(c) is not None), None)
     messages, said = split_chat(row[chat], chat) if chat else (None, None)
     asked = told.get("question") or next((c for c in QUESTIONS if row.get(c) is not None), None)
