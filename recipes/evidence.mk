@@ -36,10 +36,10 @@ arm = $(patsubst %-$(seed),%,$*)
 run = $(EXGRPO) run $(@:.done=) --set seed=$(seed) $(1) $($(arm)) >$(@:.done=.log) 2>&1 \
   || { tail -n 3 $(@:.done=.log) >&2; exit 1; }; touch $@
 
-weak: $(foreach arm,$(ARMS_weak),$(foreach seed,$(SEEDS),$(OUT)/weak/$(arm)-$(seed).done))
+weak: $(foreach seed,$(SEEDS),$(ARMS_weak:%=$(OUT)/weak/%-$(seed).done))
 	$(EXGRPO) compare $(OUT)/weak --baseline grpo --out $(OUT)/weak.html
 
-demo: $(foreach arm,$(ARMS_demo),$(foreach seed,$(SEEDS),$(OUT)/demo/$(arm)-$(seed).done))
+demo: $(foreach seed,$(SEEDS),$(ARMS_demo:%=$(OUT)/demo/%-$(seed).done))
 	$(EXGRPO) compare $(OUT)/demo --baseline grpo --out $(OUT)/demo.html
 
 $(OUT)/weak/%.done: | build/weak-model build/weak $(OUT)/weak
