@@ -19,7 +19,10 @@ GROUPS := --set curate.questions=24 --set curate.replay_ratio=0.75 --set curate.
   --set 'curate.retire=fresh_k = fresh_n AND fresh_n >= 7' --set objective.shaping=clip
 
 grpo := --set curate.replay_ratio=0
+grpo-4 := $(grpo) --set curate.questions=4 --steps 120 --set evaluate.every=40
 grpo-16 := $(grpo) --set curate.questions=16
+grpo-slow := $(grpo) --set train.learning_rate=1e-4
+grpo-fast := $(grpo) --set train.learning_rate=3e-4
 exgrpo :=
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
@@ -27,7 +30,7 @@ groups-successes := $(GROUPS) --set 'curate.store=correct AND k < n'
 groups-shaped := $(GROUPS) --set objective.shaping=ratio
 groups-any-age := $(GROUPS) --set curate.drop=false --set curate.choose=luck
 
-ARMS_weak ?= grpo grpo-16 exgrpo groups groups-successes groups-shaped groups-any-age
+ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-clip groups groups-successes groups-shaped groups-any-age
 ARMS_demo ?= grpo exgrpo groups
 
 # ARM-SEED
