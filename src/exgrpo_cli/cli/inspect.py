@@ -322,28 +322,37 @@ def compare(
     console.print(comparison.format_comparison(result, markdown=markdown))
 
 
+WeakOption = Annotated[
+    bool, typer.Option("--weak", help="A model that solves little, and every result boxed.")
+]
+
+
 @command("Demo", "demo-model")
 def demo_model(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    weak: WeakOption = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights and data.")] = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make the tiny demo model: 0.6M parameters, warmed up on arithmetic in two minutes."""
-    from exgrpo_cli.demo import make_demo_model
+    from exgrpo_cli.demo import DEMO, WEAK, make_demo_model
 
-    print_result(make_demo_model(out, seed=seed, force=force, log=to_stderr), as_json)
+    start = WEAK if weak else DEMO
+    made = make_demo_model(out, seed=seed, start=start, force=force, log=to_stderr)
+    print_result(made, as_json)
 
 
 @command("Demo", "demo-problems")
 def demo_problems(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the three JSONL files.")],
+    weak: WeakOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the demo's problems: train, heldout and ood (longer ones)."""
-    from exgrpo_cli.demo import write_demo_problems
+    from exgrpo_cli.demo import DEMO, WEAK, write_demo_problems
 
-    write_demo_problems(out)
+    write_demo_problems(out, start=WEAK if weak else DEMO)
     print_result(
         {
             "train": str(out / "train.jsonl"),
