@@ -5,6 +5,7 @@ from exgrpo_cli.recipe.load import (
     known_keys,
     load_recipe,
     parse_recipe,
+    parse_sets,
     parse_value,
     read_toml,
     set_key,
@@ -13,6 +14,7 @@ from exgrpo_cli.recipe.load import (
 )
 from exgrpo_cli.recipe.settings import (
     SAMPLED_BY,
+    Autocast,
     CurateSettings,
     ModelSettings,
     ObjectiveSettings,
@@ -25,6 +27,7 @@ from exgrpo_cli.recipe.settings import (
 
 __all__ = [
     "SAMPLED_BY",
+    "Autocast",
     "CurateSettings",
     "ModelSettings",
     "ObjectiveSettings",
@@ -37,6 +40,7 @@ __all__ = [
     "known_keys",
     "load_recipe",
     "parse_recipe",
+    "parse_sets",
     "parse_value",
     "read_toml",
     "set_key",
