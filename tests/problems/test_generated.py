@@ -45,7 +45,9 @@ def test_problems_are_judged_by_their_own_scorer(exgrpo: Callable, tmp_path: Pat
     rollouts = [rollout(name, number, text) for number, text in enumerate(texts)]
     write_rollouts(tmp_path / "rollouts.parquet", rollouts)
     verdicts = tmp_path / "verdicts.parquet"
-    exgrpo("verify", "--rollouts", tmp_path / "rollouts.parquet", "--problems", out, "--out", verdicts)
+    exgrpo(
+        "verify", "--rollouts", tmp_path / "rollouts.parquet", "--problems", out, "--out", verdicts
+    )
     judged = pl.read_parquet(verdicts)
     assert judged["reward"].to_list() == [1, 1, 0, 0]  # 1 more digit is worth a part to the scorer
     assert judged["status"].to_list() == ["ok", "ok", "ok", "no_answer"]
@@ -83,11 +85,19 @@ def test_questions_of_another_set_are_left_out(exgrpo: Callable, tmp_path: Path)
     [
         (["reasoning_gym:chain_sums"], "no kind 'chain_sums'; did you mean chain_sum?"),
         (["reasoning_gym:chain_sum", "--set", "max_term=3"], "did you mean max_terms?"),
-        (["reasoning_gym:gcd,lcm", "--set", "chain_sum.max_terms=3"], "chain_sum has no such option"),
-        (["reasoning_gym:chain_sum", "--set", "max_terms=1"], "chain_sum refuses max_terms=1: max_"),
+        (
+            ["reasoning_gym:gcd,lcm", "--set", "chain_sum.max_terms=3"],
+            "chain_sum has no such option",
+        ),
+        (
+            ["reasoning_gym:chain_sum", "--set", "max_terms=1"],
+            "chain_sum refuses max_terms=1: max_",
+        ),
     ],
 )
-def test_what_reasoning_gym_does_not_have(exgrpo: Callable, arguments: list[str], said: str) -> None:
+def test_what_reasoning_gym_does_not_have(
+    exgrpo: Callable, arguments: list[str], said: str
+) -> None:
     line = exgrpo("problems", *arguments, code=2).stderr
     assert said in line
     assert line.count("\n") == 1
@@ -107,9 +117,7 @@ def test_every_kind_gives_its_own_answers_the_full_score() -> None:
     slow = {"composite", "knight_swap", "sokoban", "rubiks_cube", "puzzle24"}
     kinds = ",".join(sorted(set(DATASETS) - slow))
     made = generate(f"reasoning_gym:{kinds}", 1, 3, {})
-    golds = [
-        Job(p.verifier, p.golds[0], None, metadata=json.loads(p.metadata or "")) for p in made
-    ]
+    golds = [Job(p.verifier, p.golds[0], None, metadata=json.loads(p.metadata or "")) for p in made]
     with Pool(2, timeout=60) as pool:
         faults = pool.check_golds(golds)
     wrong = [f"{p.source}: {fault}" for p, fault in zip(made, faults, strict=True) if fault]

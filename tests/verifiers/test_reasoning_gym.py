@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,21 @@ from exgrpo_cli.verifiers.pool import Job, Pool
 from exgrpo_cli.verifiers.reasoning_gym import evaluate
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(1, timeout=60) as opened:
+        yield opened
+
+
 def job(kind: str, gold: str, answer: str, **metadata: object) -> Job:
     told = {"source_dataset": kind, **metadata}
     return Job("reasoning_gym", gold, answer, metadata=told)
 
 
-def test_only_the_full_score_is_a_reward() -> None:
+def test_only_the_full_score_is_a_reward(pool: Pool) -> None:
     answers = ["5", "5.0", "15", "the answer is 5", "", "6"]
-    with Pool(1, timeout=60) as pool:
-        verdicts = pool.judge([job("chain_sum", "5", answer) for answer in answers])
-        part = pool.explain(job("chain_sum", "5", "15"))
+    verdicts = pool.judge([job("chain_sum", "5", answer) for answer in answers])
+    part = pool.explain(job("chain_sum", "5", "15"))
     assert [verdict.reward for verdict in verdicts] == [1, 1, 0, 0, 0, 0]
     assert [verdict.correct for verdict in verdicts] == [True, True, *[False] * 4]
     assert part.why == "the scorer gives 0.5 of 1"
@@ -37,21 +43,19 @@ def test_only_the_full_score_is_a_reward() -> None:
         ({}, "unparsable", "names no kind"),
     ],
 )
-def test_what_cannot_be_judged(told: dict[str, object], status: str, why: str) -> None:
-    with Pool(1, timeout=60) as pool:
-        (verdict,) = pool.judge([Job("reasoning_gym", "2 × 3", "zwei", metadata=told)])
+def test_what_cannot_be_judged(pool: Pool, told: dict[str, object], status: str, why: str) -> None:
+    (verdict,) = pool.judge([Job("reasoning_gym", "2 × 3", "zwei", metadata=told)])
     assert (verdict.status, verdict.reward) == (status, 0)
     assert why in verdict.why
 
 
-def test_a_gold_that_its_scorer_cannot_read_is_said() -> None:
-    with Pool(1, timeout=60) as pool:
-        (verdict,) = pool.judge([job("prime_factorization", "drei", "zwei")])
+def test_a_gold_that_its_scorer_cannot_read_is_said(pool: Pool) -> None:
+    (verdict,) = pool.judge([job("prime_factorization", "drei", "zwei")])
     assert verdict.status == "unparsable"
     assert verdict.why.startswith("ValueError: ")
 
 
-def test_neither_answers_nor_metadata_are_run(tmp_path: Path) -> None:
+def test_neither_answers_nor_metadata_are_run(pool: Pool, tmp_path: Path) -> None:
     """Scorers of these kinds evaluate them as Python."""
     trace = tmp_path / "trace"
     code = f"__import__('pathlib').Path({str(trace)!r}).touch()"
@@ -73,8 +77,7 @@ def test_neither_answers_nor_metadata_are_run(tmp_path: Path) -> None:
     ]
     jobs.append(job("bitwise_arithmetic", "0x3", "0x3", problem=code))
     jobs.append(job("number_sorting", code, "[1]", direction="ascending"))
-    with Pool(1, timeout=60) as pool:
-        verdicts = pool.judge(jobs)
+    verdicts = pool.judge(jobs)
     assert not trace.exists()
     assert not any(verdict.correct for verdict in verdicts)
 
@@ -82,7 +85,7 @@ def test_neither_answers_nor_metadata_are_run(tmp_path: Path) -> None:
 def test_an_answer_that_takes_for_ever_stops_only_itself() -> None:
     numbers = {"numbers": [1, 2], "target": 3}
     answers = ["1+2", "9**9**9**9", "2+1"]
-    with Pool(1, timeout=4) as pool:
+    with Pool(1, timeout=2) as pool:
         pool.judge([job("countdown", "1 + 2", "2 + 1", **numbers)])
         verdicts = pool.judge([job("countdown", "1 + 2", answer, **numbers) for answer in answers])
     assert [verdict.correct for verdict in verdicts] == [True, False, True]
