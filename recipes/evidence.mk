@@ -53,7 +53,7 @@ $(OUT)/demo/%.done: | build/demo-model $(OUT)/demo
 	  --set train.minibatch_questions=64 --set evaluate.every=20 --steps 60)
 
 build/weak-model:
-	$(EXGRPO) demo-model $@ --weak
+	$(EXGRPO) demo-model $@ --from weak
 
 build/weak:
 	$(EXGRPO) demo-problems $@ --weak

@@ -254,15 +254,12 @@ def make_demo_model(
 
     from exgrpo_cli.models import resolve_device
 
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out}: is a file; give a folder for the demo model")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise InputError(f"{out}: exists and is not empty; give another folder, or --force")
+    target_folder(out, force)
     place = resolve_device(device)
     say = log or (lambda line: None)
     started = time.monotonic()
     tokenizer = make_tokenizer()
-    with _reproducible(seed):
+    with reproducible(seed):
         model = Qwen2ForCausalLM(model_config(tokenizer)).to(place)
         loss = _warm_up(model, tokenizer, seed, start, steps, say)
     model.generation_config = GenerationConfig(
@@ -287,8 +284,20 @@ def make_demo_model(
     }
 
 
+def target_folder(out: Path, force: bool) -> None:
+    """Refuse a folder for a model that is a file, or (without ``force``) holds something.
+
+    Raises:
+        InputError: it is, or does.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file; give a folder for the demo model")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise InputError(f"{out}: exists and is not empty; give another folder, or --force")
+
+
 @contextlib.contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
+def reproducible(seed: int) -> Iterator[None]:
     """Seed torch and fix its threads (sums depend on their number); restore both afterwards."""
     import torch
 

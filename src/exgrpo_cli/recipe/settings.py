@@ -18,6 +18,7 @@ from pydantic import (
 
 from exgrpo_cli.recipe.rules import RULES, fault
 
+Autocast = Literal["always"] | bool
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -325,7 +326,11 @@ class TrainSettings(Section):
         description="processes (GPUs) of this machine that the loop trains on; more: torchrun",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
-    autocast: bool = Field(True, description="bfloat16 compute where the device has it")
+    autocast: Autocast = Field(
+        True,
+        description="bfloat16 compute on a GPU that has it; always: on a CPU too, which is faster"
+        " only where its processor has instructions for it",
+    )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights of the saved policy; auto: as the initial model's"
     )
