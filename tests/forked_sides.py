@@ -23,8 +23,10 @@ class Forked:
     def __init__(self, run: RunDir, side: str, variables: Mapping[str, str]) -> None:
         parent = os.getpid()
         ours, theirs = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as a new process has none
         self.pid, self.returncode = os.fork(), None
         if self.pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             os.setpgid(self.pid, self.pid)
             os.close(theirs)
             os.set_blocking(ours, False)
@@ -36,6 +38,7 @@ class Forked:
         sys.stderr = os.fdopen(2, "w", 1, closefd=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupts._process, interrupts._came, interrupts._said = 0, False, False
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.environ |= {**variables, LOCK_VARIABLE: str(run.root.resolve())}
         sys.argv[1:] = [str(parent), "run", str(run.root), "--only", side]
         code = 1

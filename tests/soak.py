@@ -298,7 +298,7 @@ class World:
 def leftovers(run: Path) -> list[Path]:
     """Files and folders in a run whose writers have not finished them."""
     found = [path for path in run.rglob("*") if path.name.startswith((".", "tmp_"))]
-    return [path for path in found if path.name != ".lock"]
+    return [path for path in found if not path.name.startswith(".lock")]
 
 
 # --- the ways -------------------------------------------------------------------------------
