@@ -30,7 +30,8 @@ EVALUATED = (0, 2, 3)
 def recipe(guesser: Path, *more: str) -> list[str]:
     sets = settings(
         "loop.lag=1", f"loop.steps={STEPS}", "train.keep=9", "evaluate.every=2",
-        "evaluate.samples=1", "evaluate.bootstrap=100", f"evaluate.problems={{held = '{guesser.parent}/held.jsonl'}}",
+        "evaluate.samples=1", "evaluate.bootstrap=100",
+        f"evaluate.problems={{held = '{guesser.parent}/held.jsonl'}}",
         *more,
     )  # fmt: skip
     return [*small_run(guesser), *sets]
