@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_RUN := runs/demo-$(ENGINE)
 
-.PHONY: help setup setup-vllm demo test soak lint format types docs check clean
+.PHONY: help setup setup-vllm demo demo-exgrpo demo-grpo test soak lint format types docs check clean
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -41,8 +41,19 @@ $(VENV)/.vllm: $(VENV)/.installed
 	fi
 	@touch $@
 
-demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(VENV)/.installed) build/demo-model ## ExGRPO on a tiny model, without a GPU
-	$(BIN)/exgrpo run $(DEMO_RUN) --recipe recipes/demo.toml --engine $(ENGINE) $(if $(STEPS),--steps $(STEPS))
+# Both runs at once, on a core each.
+demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(VENV)/.installed) build/demo-model ## ExGRPO and GRPO on a tiny model, without a GPU
+	@mkdir -p runs
+	@OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 demo-exgrpo demo-grpo
+	@$(BIN)/exgrpo compare exgrpo=$(DEMO_RUN) grpo=$(DEMO_RUN)-grpo --baseline grpo --out $(DEMO_RUN)/compare.html
+
+DEMO := --recipe recipes/demo.toml --engine $(ENGINE) $(if $(STEPS),--steps $(STEPS))
+demo-exgrpo:
+	$(BIN)/exgrpo run $(DEMO_RUN) $(DEMO)
+
+demo-grpo:
+	$(BIN)/exgrpo run $(DEMO_RUN)-grpo $(DEMO) --set curate.replay_ratio=0 >$(DEMO_RUN)-grpo.log 2>&1 \
+	  || { tail -n 3 $(DEMO_RUN)-grpo.log >&2; exit 1; }
 
 build/demo-model: | $(VENV)/.installed
 	$(BIN)/exgrpo demo-model $@

@@ -15,6 +15,8 @@ from exgrpo_cli.rundir import RunDir
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of ``metrics.jsonl``."""
 
+STAGES = ("rollout", "verify", "score", "curate", "train")
+
 
 def learning_curve(metrics: Metrics, width: int = 40) -> str:
     """Held-out accuracy by step, for the terminal; without evaluations, the rollouts' success rate.
@@ -65,8 +67,16 @@ def _spread(points: list[Point], count: int) -> list[Point]:
     return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
 
 
-def series(metrics: Metrics, name: str) -> list[Point]:
-    """(step, value) of a metric, where it is there and finite, in step order."""
+def series(metrics: Metrics, name: str | tuple[str, str]) -> list[Point]:
+    """(step, value) of a metric, where it is there and finite, in step order.
+
+    Args:
+        metrics: lines of ``metrics.jsonl``.
+        name: the metric; or two, for the first one's share of the second.
+    """
+    if not isinstance(name, str):
+        part, whole = (dict(series(metrics, one)) for one in name)
+        return [(step, value / whole[step]) for step, value in part.items() if whole.get(step)]
     found = []
     for line in metrics:
         value = line.get(name)
@@ -96,6 +106,49 @@ def evaluation_names(metrics: Metrics, by_source: bool = False) -> list[str]:
         if key.startswith("eval/") and key.endswith(suffix)
     )
     return [n for n in names if any(n.startswith(f"{s}/") for s in names) == by_source]
+
+
+def spent(metrics: Metrics) -> dict[str, list[Point]]:
+    """What a run had spent before each step, of all steps before it together.
+
+    Args:
+        metrics: lines of ``metrics.jsonl``.
+
+    Returns:
+        (step, sum) from step 0 up to the first step that has no such number, of ``tokens`` (that
+        were sampled), ``questions`` (fresh ones, one that comes again counted again), ``updates``
+        of the optimizer and ``seconds`` in the stages (evaluations are left out).
+    """
+    lines = {int(line["step"]): line for line in metrics}
+
+    def tokens(step: int, line: Mapping[str, Any]) -> float:
+        rows = line["train/rows"] - line["train/replayed_rows"]
+        return float(line["rollout/tokens_mean"] * rows)
+
+    def questions(step: int, line: Mapping[str, Any]) -> float:
+        groups = line["train/groups"]  # the first step has no plan: all of them are fresh
+        return float(lines[step - 1]["plan/fresh"] if step else groups)
+
+    def seconds(step: int, line: Mapping[str, Any]) -> float:
+        stages = {f"time/{stage}": 0.0 for stage in STAGES if stage not in ("rollout", "train")}
+        optional = sum(line.get(name) or default for name, default in stages.items())
+        return float(line["time/rollout"] + line["time/train"] + optional)
+
+    found = {}
+    for name, cost in {
+        "tokens": tokens,
+        "questions": questions,
+        "updates": lambda step, line: float(line["train/updates"]),
+        "seconds": seconds,
+    }.items():
+        points = [(0.0, 0.0)]
+        for step in range(len(lines)):
+            try:
+                points.append((step + 1.0, points[-1][1] + cost(step, lines[step])))
+            except (KeyError, TypeError):  # not recorded, or null
+                break
+        found[name] = points
+    return found
 
 
 def replay_start(metrics: Metrics) -> int | None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from exgrpo_cli.cli.app import command
+from exgrpo_cli.cli.completion import complete_run
 from exgrpo_cli.cli.options import (
     ForceOption,
     JsonOption,
@@ -209,6 +210,66 @@ def report(
             f"{run}: neither recipe.toml nor metrics.jsonl here; is it a run directory?"
         )
     print_result({"report": str(write_report(place))}, as_json)
+
+
+@command(PANEL)
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]RUN…",
+            help="Run directories, or folders of them; NAME= makes those an arm of this name.",
+            autocompletion=complete_run,
+        ),
+    ],
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline", help="The arm that others are compared with; default the first."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write an HTML page with the curves.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Write a picture of pass@1; needs matplotlib.")
+    ] = None,
+    numbers: Annotated[
+        Path | None,
+        typer.Option("--csv", help="Write all metrics, a row a run and step; or to .parquet."),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the tables as Markdown.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Runs against each other: accuracy, what it cost, and what differs in their recipes.
+
+    Runs whose recipes differ in their seeds alone are repeats of one arm. Accuracies are compared
+    at the last common step and at equal generated tokens, with 95% intervals over seeds; runs may
+    be unfinished.
+    """
+    from exgrpo_cli.inspect import comparison
+    from exgrpo_cli.inspect.arms import arms
+    from exgrpo_cli.inspect.compare import compare as figures
+
+    found = arms(runs, to_stderr)
+    result = figures(found, baseline)
+    if out is not None:
+        comparison.write_page(out, found, result)
+    if png is not None:
+        comparison.write_picture(png, found)
+    if numbers is not None:
+        comparison.write_numbers(numbers, found)
+    if as_json:
+        print_result(result, as_json)
+        return
+    from rich.console import Console
+
+    console = Console()
+    if markdown or not console.is_terminal:  # a file or a pipe has no width
+        console.width = 10_000
+    console.print(comparison.format_comparison(result, markdown=markdown))
 
 
 @command("Demo", "demo-model")

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from exgrpo_cli.inspect.charts import line_chart, percent, seconds, stack_chart
-from exgrpo_cli.metrics import Metrics, band, evaluation_names, replay_start, series
-
-STAGES = ("rollout", "verify", "score", "curate", "train")
+from exgrpo_cli.metrics import STAGES, Metrics, band, evaluation_names, replay_start, series
 
 _FROM_ZERO = (0.0, None)
 _SHARE: dict[str, Any] = {"bounds": _FROM_ZERO, "text": percent}
 _LEVEL: dict[str, Any] = {"bounds": _FROM_ZERO}
 
-# Title, what is drawn, label and metric of each line, and how.
-_Chart = tuple[str, str, dict[str, str], dict[str, Any]]
+# Title, what is drawn, label and metric (or two, for a share) of each line, and how.
+_Chart = tuple[str, str, dict[str, str | tuple[str, str]], dict[str, Any]]
 
-_LEARNING: list[_Chart] = [
+BUCKETS = ("hard", "medium", "easy")
+
+LEARNING: list[_Chart] = [
     ("Success rate of the rollouts", "share of right samples",
      {"fresh questions": "reward/fresh_mean", "replay questions": "reward/replay_mean"},
      {**_SHARE, "marked": True}),
@@ -26,17 +26,18 @@ _LEARNING: list[_Chart] = [
     ("Response length", "mean tokens of a rollout", {"tokens": "rollout/tokens_mean"}, _LEVEL),
 ]  # fmt: skip
 
-_EXPERIENCE: list[_Chart] = [
+EXPERIENCE: list[_Chart] = [
     ("Pool", "what is stored, and what is mastered",
      {"stored trajectories": "pool/trajectories", "their questions": "pool/questions",
       "retired questions": "pool/retired"}, _LEVEL),
     ("Age of experience", "steps since a trajectory was collected",
      {"replayed": "replay/age_mean", "pool": "pool/age_mean"}, _LEVEL),
     ("Questions without a gradient", "share of the sampled ones; their advantages are all zero",
-     {"all wrong": "solve/none", "all right": "solve/all"}, _SHARE),
+     {"all wrong": "solve/none", "all right": "solve/all",
+      "with replayed rows": ("train/zero_advantage_groups", "train/groups")}, _SHARE),
 ]  # fmt: skip
 
-_TRAINING: list[_Chart] = [
+TRAINING: list[_Chart] = [
     ("Gradient norm", "before clipping", {"gradient norm": "train/grad_norm"}, _LEVEL),
     ("Loss", "mean over fresh tokens, and over replayed tokens",
      {"fresh": "train/on_policy_loss", "replayed": "train/off_policy_loss"}, {}),
@@ -68,9 +69,10 @@ def charts(metrics: Metrics) -> dict[str, list[str]]:
         "Buckets",
         "questions by their latest successes: hard up to 1/4, easy from 3/4",
         [
-            ("r0", "hard", series(metrics, "pool/bucket_hard")),
-            ("r1", "medium", series(metrics, "pool/bucket_medium")),
-            ("r2", "easy", series(metrics, "pool/bucket_easy")),
+            *(
+                (f"r{i}", name, series(metrics, f"pool/bucket_{name}"))
+                for i, name in enumerate(BUCKETS)
+            ),
             ("muted", "retired", series(metrics, "pool/retired")),
         ],
         wide=True,
@@ -83,9 +85,9 @@ def charts(metrics: Metrics) -> dict[str, list[str]]:
         wide=True,
     )
     sections = {
-        "Learning": [*_accuracy(metrics, mark), *map(drawn, _LEARNING)],
-        "Experience": [buckets, *map(drawn, _EXPERIENCE)],
-        "Training": [*map(drawn, _TRAINING), times],
+        "Learning": [*_accuracy(metrics, mark), *map(drawn, LEARNING)],
+        "Experience": [buckets, *map(drawn, EXPERIENCE)],
+        "Training": [*map(drawn, TRAINING), times],
     }
     return {title: [figure for figure in made if figure] for title, made in sections.items()}
 

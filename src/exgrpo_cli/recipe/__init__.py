@@ -8,6 +8,7 @@ from exgrpo_cli.recipe.load import (
     parse_value,
     read_toml,
     set_key,
+    setting,
     to_toml,
     with_absolute_paths,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "parse_value",
     "read_toml",
     "set_key",
+    "setting",
     "to_toml",
     "with_absolute_paths",
 ]

@@ -217,16 +217,18 @@ def to_toml(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
+def setting(recipe: Recipe, key: str) -> Any:
+    """The value of a dotted key."""
+    here: Any = recipe
+    for name in key.split("."):
+        here = getattr(here, name)
+    return here
+
+
 def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The dotted keys whose values differ, with both values."""
 
-    def value(recipe: Recipe, key: str) -> Any:
-        here: Any = recipe
-        for name in key.split("."):
-            here = getattr(here, name)
-        return here
-
-    pairs = {key: (value(old, key), value(new, key)) for key in known_keys()}
+    pairs = {key: (setting(old, key), setting(new, key)) for key in known_keys()}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -243,8 +243,10 @@ class CurateSettings(Section):
 class ObjectiveSettings(Section):
     """The mixed-policy objective."""
 
-    shaping: Literal["ratio", "none", "power", "sqrt"] = Field(
-        "ratio", description="policy shaping f of the replay ratio; ratio: x / (x + beta)"
+    shaping: Literal["ratio", "none", "power", "sqrt", "clip"] = Field(
+        "ratio",
+        description="policy shaping f of the replay ratio; ratio: x / (x + beta); clip: PPO's"
+        " clipped ratio instead",
     )
     beta: float = Field(0.1, gt=0, description="beta of the shaping")
     power: float = Field(0.5, gt=0, description="exponent of shaping = power")

@@ -201,6 +201,7 @@ def _micro_batch(
         return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(logprobs)
 
     replayed = torch.tensor([row.replayed for row in rows]).repeat_interleave(sizes)
+    past_clip = objective.Clip(settings.clip_low, settings.clip_high)
     numbers = torch.arange(len(rows)).repeat_interleave(sizes).to(device)
     losses, sums = objective.policy_loss(
         logprobs,
@@ -211,6 +212,7 @@ def _micro_batch(
         shaping=settings.shaping,
         beta=settings.beta,
         power=settings.power,
+        past_clip=past_clip if settings.shaping == "clip" else None,
         sequences=numbers if settings.ratio == "sequence" else None,
         dual_clip=settings.dual_clip,
     )
