@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,21 @@ def test_two_sides_wait_for_each_others_files(
     exgrpo("init", run.root, *recipe(guesser))
     both = [exgrpo.start("run", run.root, "--only", side) for side in ("train", "sample")]
     assert [one.wait(120) for one in both] == [0, 0]
+    assert_same(run, by_hand)
+
+
+def test_make_and_slurm(
+    guesser: Path, exgrpo: Exgrpo, by_hand: RunDir, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    exgrpo("init", run.root, *recipe(guesser))
+    make = ["make", "-j2", "-f", "recipes/iterate.mk", f"RUN={run.root}", "STEPS=1"]
+    submit = ["recipes/slurm/submit.sh", str(run.root), "1", "2", "2"]
+    for command in (make, submit):
+        subprocess.run(
+            command, cwd=ROOT, env=environment | {"EVALUATE": "2"}, check=True, capture_output=True
+        )
+    exgrpo("evaluate", run.root, "--step", 0)
     assert_same(run, by_hand)
 
 
