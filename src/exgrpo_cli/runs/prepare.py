@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.engines import engine_count
@@ -22,6 +23,9 @@ from exgrpo_cli.recipe import (
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
 from exgrpo_cli.step import Step
+
+if TYPE_CHECKING:
+    from exgrpo_cli.problems.rows import Problem
 
 
 def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
@@ -125,6 +129,8 @@ def import_into(
     name: str | None = None,
     dedupe: bool = True,
     held_out: bool = False,
+    made: Sequence[Problem] | None = None,
+    without: Path | None = None,
 ) -> dict[str, Any]:
     """Import a problem set, leaving out prompts that are too long for the policy.
 
@@ -138,6 +144,8 @@ def import_into(
         dedupe: whether a question that stands several times enters once.
         held_out: whether it is for evaluation: of ``problems`` only the verifier counts, the rest
             is of the training set.
+        made: problems that are taken instead of ``source``, which then names them in messages.
+        without: a problems table whose questions are left out.
 
     Returns:
         The importer's report, with ``too_long`` and ``problems`` (how many were kept).
@@ -162,6 +170,8 @@ def import_into(
         log,
         columns={str(name): column for name, column in training.columns.items()},
         skip_bad=training.skip_bad,
+        made=made,
+        without=without,
     )
     problems, report = imported.frame, dict(imported.report)
     if policy is not None:

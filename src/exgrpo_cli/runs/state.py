@@ -161,8 +161,10 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
         ``writing`` (they have a young temporary file) and that a killed one has ``left``
         unfinished, ``ready``, those of the missing that can be made now (what they are made from
         is there), and ``newest_seconds``, the age of the last part; for ``score`` also ``replay``,
-        the same of the replay candidates; for all of them and for ``curate`` and ``train`` whether
-        it is ``complete``; ``faults``: lines about what must be mended by hand.
+        the same of the replay candidates, and where the step takes in trajectories of others, for
+        ``verify`` and ``score`` ``imports``, the same of their files; for all of them and for
+        ``curate`` and ``train`` whether it is ``complete``; ``faults``: lines about what must be
+        mended by hand.
     """
     faults: list[str] = []
     plan = _plan_of(run, step, faults) if deep else None
@@ -208,6 +210,14 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
                 )
         faults += [f"{path}: damaged (no Parquet); remove it" for path in folder.damaged]
         stages[stage] = entry
+    imports = run.imports(step)
+    for stage in ("verify", "score") if imports else ():
+        made = run.imported(ARRAYS[stage], step)
+        gaps = [i for i, file in enumerate(imports) if not (made / file.name).exists()]
+        stages[stage]["imports"] = {
+            "done": len(imports) - len(gaps), "expected": len(imports), "missing": gaps,
+        }  # fmt: skip
+        stages[stage]["complete"] = stages[stage]["complete"] and not gaps
     for stage, entry in stages.items():
         missing = entry["missing"]
         can = set(missing) if plan is not None else set()  # a rollout needs its plan alone

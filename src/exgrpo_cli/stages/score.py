@@ -32,7 +32,7 @@ def score(
     force: bool = False,
     log: Log = quiet,
 ) -> Result:
-    """Score a step's rollouts, and the stored trajectories of its replay questions.
+    """Score a step's rollouts, what it takes in from others, and its replay questions' candidates.
 
     A forward pass of the training model over prompt and response gives the log-probability of
     every response token and the entropy of its distribution, logits divided by the sampling
@@ -41,8 +41,8 @@ def score(
 
     Args:
         step: reads ``rollouts`` and the policy that sampled them, in a run also ``plan`` and the
-            experience; writes ``scores``: ``part-*`` beside each part of the rollouts, and
-            ``replay-*`` for the stored trajectories.
+            experience; writes ``scores``: a part beside each part of the rollouts and imports,
+            and ``replay-*`` for the stored trajectories.
         recipe: ``score``, ``rollout.temperature``, ``loop.lag`` and ``model``.
         shard: which parts to do.
         force: score parts again that exist.
@@ -67,6 +67,8 @@ def score(
         if shard.has(tables.part_number(file)[0])
     ]
     jobs += [job for number, job in enumerate(_candidate_parts(step)) if shard.has(number)]
+    imports = enumerate(step.imports("scores"))
+    jobs += [(target, file) for number, (file, target) in imports if shard.has(number)]
     todo = [job for job in jobs if force or not job[0].exists()]
     metrics = {"rows": 0, "candidates": 0, "tokens": 0}
     computing = 0.0

@@ -26,9 +26,8 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
     """Update the policy of step t on the mixed batch of step t.
 
     The batch: a fresh question's rollouts are a group; a replay question's rollouts and its
-    curated trajectory (first, with the reward that it was collected with) are a group whose
-    advantages come from all its rewards together. A replay question without a curated trajectory is
-    a fresh group.
+    curated trajectories (first, with the rewards that they were collected with) are a group whose
+    advantages come from all its rewards together. A replay question without one is a fresh group.
 
     With ``objective.truncated = "zero_advantage"`` (as DAPO's overlong filtering, arXiv 2503.14476,
     section 3.4) a fresh response that was cut off at the length limit still counts in its group's

@@ -32,18 +32,26 @@ SCHEMAS: dict[str, dict[str, Column]] = {
         "samples": (
             "INTEGER",
             False,
-            "rollouts to sample: K, or of a replay question K - 1",
+            "rollouts to sample: K, or of a replay question curate.replay_samples",
         ),
         "successes": ("INTEGER", True, "the question's bucket when it was planned"),
         "attempts": ("INTEGER", True, "out of how many"),
     },
     "rollouts": {
-        "rollout_id": ("VARCHAR", False, "key: s00007/PROBLEM_ID/03"),
-        "step": ("INTEGER", False, "the step t of the policy that sampled it"),
+        "rollout_id": (
+            "VARCHAR",
+            False,
+            "key: s00007/PROBLEM_ID/03; of an import i/NAME/PROBLEM_ID/HASH",
+        ),
+        "step": ("INTEGER", False, "the step t of the policy that sampled it, or takes it in"),
         "problem_id": ("VARCHAR", False, "the question"),
-        "sample": ("INTEGER", False, "0..K-1; 0 is the replayed trajectory of a replay group"),
-        "role": ("VARCHAR", False, "fresh or replay: the role of its question in this step"),
-        "policy": ("VARCHAR", False, "the policy's name, such as step-00007"),
+        "sample": ("INTEGER", False, "0..K-1; from 1 in a replay group, which has replayed rows"),
+        "role": (
+            "VARCHAR",
+            False,
+            "fresh or replay: the role of its question in this step; import",
+        ),
+        "policy": ("VARCHAR", False, "the policy's name, such as step-00007, or the import's"),
         "prompt_ids": ("INTEGER[]", False, "prompt token ids"),
         "token_ids": ("INTEGER[]", False, "response token ids, the end token included"),
         "text": ("VARCHAR", False, "the response for reading; never tokenised again"),
@@ -94,12 +102,12 @@ SCHEMAS: dict[str, dict[str, Column]] = {
     },
     "questions": {
         "problem_id": ("VARCHAR", False, "key: every question seen so far"),
-        "successes": ("INTEGER", True, "k of the bucket, the replayed row counted"),
-        "attempts": ("INTEGER", True, "n of the bucket, the replayed row counted"),
-        "fresh_successes": ("INTEGER", True, "k without the replayed row"),
-        "fresh_attempts": ("INTEGER", True, "n without the replayed row"),
-        "bucket": ("VARCHAR", True, "easy, medium or hard; null before the first stored success"),
-        "last_step": ("INTEGER", False, "the last step it was sampled in"),
+        "successes": ("INTEGER", True, "k of the bucket, replayed rows counted"),
+        "attempts": ("INTEGER", True, "n of the bucket, replayed rows counted"),
+        "fresh_successes": ("INTEGER", True, "k without replayed rows"),
+        "fresh_attempts": ("INTEGER", True, "n without replayed rows"),
+        "bucket": ("VARCHAR", True, "easy, medium or hard; null before the first success"),
+        "last_step": ("INTEGER", False, "the last step it was sampled in, or first imported in"),
         "times_replayed": ("INTEGER", False, "steps in which it was a replay question"),
         "retired_step": ("INTEGER", True, "when all of its samples succeeded"),
         "epoch": ("INTEGER", True, "the last epoch in which it was drawn fresh"),
@@ -107,7 +115,7 @@ SCHEMAS: dict[str, dict[str, Column]] = {
     "curated": {
         "step": ("INTEGER", False, "key: the step that replays it"),
         "problem_id": ("VARCHAR", False, "key"),
-        "rollout_id": ("VARCHAR", False, "the chosen trajectory"),
+        "rollout_id": ("VARCHAR", False, "a chosen trajectory"),
         "collected_step": ("INTEGER", False, "when it was collected; step minus this is its age"),
         "prompt_ids": ("INTEGER[]", False, "prompt token ids"),
         "token_ids": ("INTEGER[]", False, "response token ids, the end token included"),
@@ -120,7 +128,7 @@ SCHEMAS: dict[str, dict[str, Column]] = {
         "bucket": ("VARCHAR", True, "easy, medium or hard"),
         "successes": ("INTEGER", True, "k of the bucket"),
         "attempts": ("INTEGER", True, "n of the bucket"),
-        "rank": ("INTEGER", False, "1 for the best of its candidates"),
+        "rank": ("INTEGER", False, "key: 1 for the best of its candidates"),
         "candidates": ("INTEGER", False, "stored successes of the question"),
     },
 }
@@ -143,13 +151,13 @@ KEYS: dict[str, tuple[str, ...]] = {
     "scores": ("rollout_id", "policy"),
     "experience": ("rollout_id",),
     "questions": ("problem_id",),
-    "curated": ("problem_id",),
+    "curated": ("problem_id", "rank"),
 }
 """By table the columns that tell its rows apart, within a step."""
 
 
 WORDS: dict[str, tuple[str, ...]] = {
-    "role": ("fresh", "replay"),
+    "role": ("fresh", "replay", "import"),
     "status": STATUSES,
     "finish_reason": ("stop", "length"),
     "entropy_source": ("engine", "topk", "logprobs", "score"),

@@ -1,4 +1,4 @@
-"""The mixed batch of a step: fresh groups, and replay groups with their replayed trajectory."""
+"""The mixed batch of a step: fresh groups, and replay groups with their replayed trajectories."""
 
 from __future__ import annotations
 
@@ -117,8 +117,9 @@ class Batch:
     def groups(self, recipe: Recipe) -> list[Group]:
         """The groups with their advantages, in an order that does not depend on parts.
 
-        A fresh question's rollouts are a group; a replay question's rollouts and its trajectory
-        (first) are a group whose advantages come from all its rewards together.
+        A fresh question's rollouts are a group; a replay question's rollouts and its trajectories
+        (first, the best one at the top) are a group whose advantages come from all its rewards
+        together.
 
         Args:
             recipe: ``objective``, and ``rollout.samples``: with one alone there are no rollouts
@@ -130,7 +131,7 @@ class Batch:
         members: dict[tuple[str, str], list[tuple[Row, float]]] = {}
         for row, key, reward in self._fresh():
             members.setdefault(key, []).append((row, reward))
-        for row, key, reward in self._replayed():
+        for row, key, reward in reversed(self._replayed()):
             if key not in members and recipe.rollout.samples > 1:
                 raise InputError(
                     f"{self.curated_where}: question {key[0]} has a curated trajectory but no"
@@ -213,7 +214,8 @@ class Batch:
         if self.curated is not None:
             ages = self.curated["step"] - self.curated["collected_step"]
             facts |= {"replay_age_mean": ages.mean(), "replay_age_max": ages.max()}
-            of_bucket = again.join(self.curated.select("problem_id", "bucket"), on="problem_id")
+            buckets = self.curated.filter(pl.col("rank") == 1).select("problem_id", "bucket")
+            of_bucket = again.join(buckets, on="problem_id")
             for bucket, chosen in of_bucket.group_by("bucket"):
                 facts[f"reward_replay_{bucket[0]}"] = chosen["reward"].mean()
         return {f"train/{name}": None if v is None else float(v) for name, v in facts.items()}
@@ -281,4 +283,4 @@ def _read_scores(path: Path, rollouts: pl.DataFrame, step: int, where: str) -> p
 
 
 def _read_curated(path: Path, step: int) -> pl.DataFrame:
-    return tables.read_table("curated", path, step=step).sort("problem_id")
+    return tables.read_table("curated", path, step=step).sort("problem_id", "rank")
