@@ -60,13 +60,16 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     if own is not None:
         changed = differences(with_absolute_paths(load_recipe(own)), recipe)
     latest = max(run.steps("policy"), default=0)
-    sampled = any(run.rollouts(latest).glob("*part-*"))  # also what a killed task has left
+    ahead = [  # also what a killed task has left
+        n for n in run.steps("rollouts") if n >= latest and any(run.rollouts(n).glob("*part-*"))
+    ]
     for key, (old, new) in changed.items():
-        if sampled and key in SAMPLED_BY:
+        if ahead and key in SAMPLED_BY:
+            steps = f"steps {latest} to {ahead[-1]}" if len(ahead) > 1 else f"step {latest}"
             raise InputError(
-                f"{run.root}: {key} was {old!r} when step {latest} was sampled, and becomes"
-                f" {new!r} only between steps; train step {latest} first, or remove"
-                f" {run.rollouts(latest)}"
+                f"{run.root}: {key} was {old!r} when step {ahead[-1]} was sampled, and becomes"
+                f" {new!r} only between steps; train {steps} first, or remove"
+                f" {' and '.join(str(run.rollouts(n)) for n in ahead)}"
             )
         trained = bool(run.steps("policy")) and key.startswith(("lora.", "model.path"))
         if trained or (run.problems.exists() and key.startswith("problems.")):
@@ -107,7 +110,9 @@ def check_engines(run: RunDir, recipe: Recipe) -> None:
     if recipe.rollout.engine == "server":
         check_policy(recipe.model.path)
         latest = max(run.steps("policy"), default=0)
-        open_engine(recipe, run.policy_path(latest, recipe.model.path)).close()
+        planned = max(run.steps("plan"), default=0)
+        sampling = min(max(planned - recipe.loop.lag, 0), latest)
+        open_engine(recipe, run.policy_path(sampling, recipe.model.path)).close()
     if engine_count(recipe) > 1:
         engine_environments(recipe)
     if recipe.score.enabled and recipe.score.processes > 1:
