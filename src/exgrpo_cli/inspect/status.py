@@ -68,7 +68,8 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
     lines += overview_lines(dict(found))
     finished = found["next"]["stage"] in ("done", "finished", "init")
     if not finished or step["step"] != found["steps"]:
-        lines += _step_lines(step, found, tasks)
+        for one in (step, *found["ahead"]):
+            lines += _step_lines(one, found, tasks)
     for number, gaps in found["behind"].items():
         said = ", ".join(f"{stage} {numbers(parts, ' ')}" for stage, parts in gaps.items())
         lines.append(f"step {number} is trained, but parts are missing: {said}")

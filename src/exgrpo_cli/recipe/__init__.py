@@ -5,6 +5,7 @@ from exgrpo_cli.recipe.load import (
     known_keys,
     load_recipe,
     parse_recipe,
+    parse_sets,
     parse_value,
     read_toml,
     set_key,
@@ -14,6 +15,7 @@ from exgrpo_cli.recipe.load import (
 )
 from exgrpo_cli.recipe.settings import (
     SAMPLED_BY,
+    Autocast,
     CurateSettings,
     ModelSettings,
     ObjectiveSettings,
@@ -26,6 +28,7 @@ from exgrpo_cli.recipe.settings import (
 
 __all__ = [
     "SAMPLED_BY",
+    "Autocast",
     "CurateSettings",
     "ModelSettings",
     "ObjectiveSettings",
@@ -38,6 +41,7 @@ __all__ = [
     "known_keys",
     "load_recipe",
     "parse_recipe",
+    "parse_sets",
     "parse_value",
     "read_toml",
     "set_key",

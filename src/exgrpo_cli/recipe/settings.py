@@ -18,6 +18,7 @@ from pydantic import (
 
 from exgrpo_cli.recipe.rules import RULES, fault
 
+Autocast = Literal["always"] | bool
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -257,7 +258,9 @@ class ObjectiveSettings(Section):
     beta: float = Field(0.1, gt=0, description="beta of the shaping")
     power: float = Field(0.5, gt=0, description="exponent of shaping = power")
     clip: Literal["auto", "on", "off"] = Field(
-        "auto", description="PPO clipping of fresh tokens; auto: on until replay has started"
+        "auto",
+        description="PPO clipping of fresh tokens; auto: on until replay has started, and where"
+        " loop.lag let an earlier policy sample",
     )
     clip_low: float = Field(0.2, gt=0, lt=1, description="ratios are clipped to 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="and to 1 + clip_high")
@@ -325,7 +328,11 @@ class TrainSettings(Section):
         description="processes (GPUs) of this machine that the loop trains on; more: torchrun",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
-    autocast: bool = Field(True, description="bfloat16 compute where the device has it")
+    autocast: Autocast = Field(
+        True,
+        description="bfloat16 compute on a GPU that has it; always: on a CPU too, which is faster"
+        " only where its processor has instructions for it",
+    )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights of the saved policy; auto: as the initial model's"
     )
@@ -362,6 +369,12 @@ class LoopSettings(Section):
     """`exgrpo run`."""
 
     steps: int = Field(500, ge=1, description="iterations")
+    lag: int = Field(
+        0,
+        ge=0,
+        description="step t is sampled by policy t - lag, so that sampling and training can go on"
+        " at the same time: see [lag.md](lag.md)",
+    )
     track: Literal["none", "trackio", "wandb", "tensorboard"] = Field(
         "none", description="experiment tracker that gets the metrics, beside metrics.jsonl"
     )
@@ -421,6 +434,6 @@ class Recipe(Section):
 SAMPLED_BY = (
     "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
     "model.template", "model.chat_template_kwargs", "model.plain_template", "model.system",
-    "model.replace_system",
+    "model.replace_system", "loop.lag",
 )  # fmt: skip
 """Settings that a step's rollouts have in common, and that what is made from them counts on."""

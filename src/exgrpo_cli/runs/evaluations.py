@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.prepare import import_into
 from exgrpo_cli.runs.session import Session
 from exgrpo_cli.step import Step
@@ -18,15 +20,26 @@ Summary = Mapping[str, Any]
 """The metrics of :func:`exgrpo_cli.stages.evaluate.evaluate`."""
 
 
+def sets_due(run: RunDir, recipe: Recipe, step: int) -> dict[str, Path]:
+    """The recipe's problem sets on which the policy of a step is due to be evaluated and was not
+    yet."""
+    settings = recipe.evaluate
+    if settings.every == 0 or (step % settings.every and step != recipe.loop.steps):
+        return {}
+    return {
+        name: Path(source)
+        for name, source in settings.problems.items()
+        if not (
+            (run.evaluation(step, name) / "summary.json").exists()
+            and run.stage_metrics(step, f"evaluate-{name}").exists()
+        )
+    }
+
+
 def evaluate_due(session: Session, step: int) -> None:
-    """Evaluate the policy of a step on the recipe's problem sets, where it is due and missing."""
-    settings = session.recipe.evaluate
-    if settings.every == 0 or (step % settings.every and step != session.recipe.loop.steps):
-        return
-    for name, source in settings.problems.items():
-        done = session.run.evaluation(step, name) / "summary.json"
-        if not (done.exists() and session.run.stage_metrics(step, f"evaluate-{name}").exists()):
-            evaluate_set(session, step, name, Path(source))
+    """Evaluate the policy of a step where it is due: see :func:`sets_due`."""
+    for name, source in sets_due(session.run, session.recipe, step).items():
+        evaluate_set(session, step, name, source)
 
 
 def evaluate_set(
@@ -61,14 +74,20 @@ def evaluate_set(
                 f" {source} another name, or --force"
             )
         wanted.replace(problems)
-    summary = evaluate(
+    began = time.time()
+    result = evaluate(
         Step.of(run, step, problems=problems, evaluation=run.evaluation(step, name)),
         recipe,
         force=force,
         log=session.log,
         engine=session.engine.at,
         pool=session.pool,
-    ).metrics
+    )
+    summary = result.metrics
+    if result.done:
+        times = {"began": began, "ended": time.time()}
+        times = {f"time/evaluate/{name}_{key}": value for key, value in times.items()}
+        run.record(step, f"time-evaluate-{name}", times)
     run.record(step, f"evaluate-{name}", evaluation_metrics(name, summary))
     overall = summary["overall"]
     session.log(

@@ -268,8 +268,9 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     Returns:
         ``path``; ``steps`` trained and ``steps_planned`` (None without a recipe); ``policy``, the
         newest; ``replay_started_step`` (None before); ``at_work``: whether an ``exgrpo run``,
-        ``curate`` or ``train`` holds the run; ``step``: see :func:`describe_step`; ``behind``:
-        earlier steps with missing parts, ``step`` to the missing numbers by stage;
+        ``curate`` or ``train`` holds the run; ``step``: see :func:`describe_step`; ``ahead``: the
+        same of the steps after it that a lag lets sample; ``behind``: earlier steps with missing
+        parts, ``step`` to the missing numbers by stage;
         ``evaluations``: by set the steps ``done`` and ``missing``; ``faults``: what must be mended
         by hand; ``sbatch``: options for ``GPU`` and ``CPU`` jobs (None where not known);
         ``next``: ``step``, ``stage`` (``init`` before there are problems, ``done`` when all steps
@@ -285,7 +286,12 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     trained = max(run.steps("policy"), default=0)
     shown = describe_step(run, trained if step is None else step, settings)
     current = shown if shown["step"] == trained else describe_step(run, trained, settings)
-    faults = list(dict.fromkeys([*current["faults"], *shown["faults"]]))
+    ahead = [
+        describe_step(run, n, settings)
+        for n in run.steps("plan")
+        if step is None and trained < n <= trained + settings.loop.lag
+    ]
+    faults = list(dict.fromkeys(f for one in (current, shown, *ahead) for f in one["faults"]))
     behind = _behind(run, trained, settings)
     faults += [_lost_rollouts(run, int(n)) for n, gaps in behind.items() if "rollout" in gaps]
     lost = _lost_trainer(run, trained)
@@ -299,6 +305,7 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         "replay_started_step": _replay_from(run, trained),
         "at_work": run.is_locked(),
         "step": shown,
+        "ahead": ahead,
         "behind": behind,
         "evaluations": _evaluations(run, trained, settings),
         "faults": faults,

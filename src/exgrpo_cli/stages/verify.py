@@ -21,7 +21,14 @@ from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, VerifySettings
 from exgrpo_cli.step import Result, Step
 from exgrpo_cli.tables.duck import literal, open_database
-from exgrpo_cli.verifiers import STATUSES, Verdict, allowed_verifier, check_verifier, is_function
+from exgrpo_cli.verifiers import (
+    STATUSES,
+    Verdict,
+    allowed_verifier,
+    check_verifier,
+    is_function,
+    takes_metadata,
+)
 from exgrpo_cli.verifiers.extract import extract_answer
 from exgrpo_cli.verifiers.reward import has_required, overlong, well_formed
 
@@ -310,7 +317,7 @@ def _jobs(
     extracted = None
     if has_required(row["text"], settings.require):
         extracted = extract_answer(row["text"], settings.extract)
-    if not is_function(verifier):
+    if not takes_metadata(verifier):
         whole = settings.extract == "whole" and verifier in _READ_WHOLE_TEXTS
         return [Job(verifier, answer, extracted, whole=whole) for answer in answers]
     try:
@@ -322,7 +329,8 @@ def _jobs(
             f"{problems}: metadata of problem_id {row['problem_id']!r} is no JSON object, which"
             f" verifier {verifier} takes"
         )
-    return [Job(verifier, answers[0], extracted, response=row["text"], metadata=values)]
+    response = row["text"] if is_function(verifier) else ""
+    return [Job(verifier, answers[0], extracted, response=response, metadata=values)]
 
 
 def _best(judged: Sequence[tuple[Job, Verdict]]) -> tuple[Job, Verdict]:

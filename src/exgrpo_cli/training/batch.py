@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import step_number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -86,6 +87,8 @@ class Batch:
     """The rollouts' place, for messages."""
     curated_where: str
     """Likewise the trajectories'."""
+    lag: int
+    """By how many steps the policy that sampled is older than the one that the step trains."""
 
     @classmethod
     def read(cls, step: Step) -> Batch:
@@ -98,6 +101,7 @@ class Batch:
         name = str(step.rollouts)
         rollouts = _read_rollouts(step.rollouts, step.number)
         rewards = _read_rewards(step.verdicts, rollouts, name)
+        sampler = step_number(rollouts["policy"][0])
         scores, curated = step.find("scores"), step.find("curated")
         if step.run is not None and "scores" not in step.given and not step.scores.is_dir():
             scores = None
@@ -107,6 +111,7 @@ class Batch:
             None if curated is None else _read_curated(curated, step.number),
             name,
             str(curated),
+            step.number - (sampler if sampler is not None else step.number),
         )
 
     def groups(self, recipe: Recipe) -> list[Group]:
@@ -137,7 +142,10 @@ class Batch:
 
     def _fresh(self) -> list[tuple[Row, tuple[str, str], float]]:
         rows = self.rollouts.sort("problem_id", "role", "sample")
-        old = {} if self.old is None else _by_rollout(self.old)
+        # Without scores the trainer computes those of its own policy, which with a lag is another
+        # than the one that sampled.
+        known = self.rollouts if self.old is None and self.lag else self.old
+        old = {} if known is None else _by_rollout(known)
         return [
             (Row(rollout_id, prompt, tokens, 0.0, False, old.get(rollout_id), sampler), key, reward)
             for rollout_id, prompt, tokens, sampler, key, reward in zip(
@@ -192,12 +200,13 @@ class Batch:
         ]
 
     def facts(self) -> dict[str, float | None]:
-        """Metrics of the batch itself: rewards by role and bucket, replay age, truncation."""
+        """Metrics of the batch itself: lag, rewards by role and bucket, replay age, truncation."""
         import polars as pl
 
         rows = self.rollouts
         again = rows.filter(pl.col("role") == "replay")
         facts: dict[str, Any] = {
+            "lag": self.lag,
             "truncated_share": (rows["finish_reason"] == "length").mean(),
             "reward_fresh": rows.filter(pl.col("role") == "fresh")["reward"].mean(),
             "reward_replay": again["reward"].mean(),

@@ -209,6 +209,7 @@ def policy_loss(
                 shaped.sum(),
                 -log_ratio[past].sum(),
                 ratio.max() if ratio.numel() else ratio.new_tensor(-math.inf),
+                (ratio - 1).square().sum(),
             ]
         )
     names = (
@@ -220,6 +221,7 @@ def policy_loss(
         "shaped",
         "replayed_kl",
         "ratio_max",
+        "ratio_variance",
     )
     sums = dict(zip(names, values.tolist(), strict=True))
     return losses, sums | {"fresh": float(fresh.numel()), "replayed": float(past.numel())}
@@ -311,7 +313,8 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float | None]:
 
     - ``on_policy_loss``, ``off_policy_loss``: token means over the fresh, the replayed tokens;
       they do not add up to the loss, which weighs rows.
-    - ``ratio_mean``, ``ratio_max``: of fresh tokens' ratios, before clipping.
+    - ``ratio_mean``, ``ratio_max``: of fresh tokens' ratios, before clipping; ``ratio_std``: their
+      standard deviation about 1, which is their expectation.
     - ``clip_fraction``: share of the fresh tokens whose clipped loss was taken.
     - ``shaped_ratio_mean``: of replayed tokens, after shaping.
     - ``kl_old``: mean of old minus new log-probability over all tokens (the k1 estimate).
@@ -323,11 +326,13 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float | None]:
     def mean(name: str, count: float) -> float | None:
         return sums[name] / count if count else None
 
+    variance = mean("ratio_variance", fresh)
     return {
         "on_policy_loss": mean("fresh_loss", fresh),
         "off_policy_loss": mean("replayed_loss", past),
         "ratio_mean": mean("ratio", fresh),
         "ratio_max": sums["ratio_max"] if fresh else None,
+        "ratio_std": None if variance is None else math.sqrt(variance),
         "clip_fraction": mean("clipped", fresh),
         "shaped_ratio_mean": mean("shaped", past),
         "kl_old": (sums["fresh_kl"] + sums["replayed_kl"]) / (fresh + past)
