@@ -72,6 +72,9 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
     for number, gaps in found["behind"].items():
         said = ", ".join(f"{stage} {numbers(parts, ' ')}" for stage, parts in gaps.items())
         lines.append(f"step {number} is trained, but parts are missing: {said}")
+    if found["removed_policies"]:
+        gone = numbers(found["removed_policies"], " ")
+        lines.append(f"policies removed, of steps {gone} (train.keep_policies)")
     for name, evaluation in found["evaluations"].items():
         done = numbers(evaluation["done"], " ") or "none yet"
         missing = f", missing {numbers(evaluation['missing'], ' ')}" * bool(evaluation["missing"])

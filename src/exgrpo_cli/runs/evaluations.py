@@ -10,6 +10,7 @@ from typing import Any
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.retention import prune_policies
 from exgrpo_cli.runs.prepare import import_into
 from exgrpo_cli.runs.session import Session
 from exgrpo_cli.step import Step
@@ -19,14 +20,13 @@ Summary = Mapping[str, Any]
 
 
 def evaluate_due(session: Session, step: int) -> None:
-    """Evaluate the policy of a step on the recipe's problem sets, where it is due and missing."""
-    settings = session.recipe.evaluate
-    if settings.every == 0 or (step % settings.every and step != session.recipe.loop.steps):
-        return
-    for name, source in settings.problems.items():
-        done = session.run.evaluation(step, name) / "summary.json"
-        if not (done.exists() and session.run.stage_metrics(step, f"evaluate-{name}").exists()):
-            evaluate_set(session, step, name, Path(source))
+    """Evaluate the policy of a step on the recipe's problem sets, where it is due and missing, and
+    was not removed before it was due."""
+    run, recipe = session.run, session.recipe
+    if recipe.evaluates(step) and not run.is_removed(step):
+        for name, source in recipe.evaluate.problems.items():
+            if not run.is_evaluated(step, name):
+                evaluate_set(session, step, name, Path(source))
 
 
 def evaluate_set(
@@ -70,6 +70,7 @@ def evaluate_set(
         pool=session.pool,
     ).metrics
     run.record(step, f"evaluate-{name}", evaluation_metrics(name, summary))
+    prune_policies(run, recipe, step)  # another one may be the best now
     overall = summary["overall"]
     session.log(
         f"step {step}: {name} pass@1 {overall['pass@1']:.3f}"

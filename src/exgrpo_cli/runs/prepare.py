@@ -19,6 +19,7 @@ from exgrpo_cli.recipe import (
     to_toml,
     with_absolute_paths,
 )
+from exgrpo_cli.retention import keep_policy
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
 from exgrpo_cli.step import Step
@@ -87,6 +88,8 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
         )
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
+    for path in (recipe.model.path, recipe.objective.reference):
+        keep_policy(path)
     tables.write_text(run.recipe, to_toml(recipe))
     record_provenance(run, recipe)
     return recipe
