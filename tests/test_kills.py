@@ -62,9 +62,9 @@ def test_going_back(world: World) -> None:
 
 
 def test_a_trainer_state_that_was_half_removed(world: World, run: RunDir) -> None:
-    run.trainer(1).mkdir()
+    run.trainer(STEPS - 1).mkdir()
     world.succeed("run", run.root)
-    run.trainer(1).rmdir()
+    run.trainer(STEPS - 1).rmdir()
     world.compare(run.root)
 
 
@@ -145,6 +145,37 @@ def test_a_trained_step_is_sampled_again_only_where_told(world: World, run: RunD
     # The state of the optimizer that the step began with was removed (train.keep = 1).
     assert "cannot be trained again" in refused(world, run.root, *again, "--discard-later")
     world.compare(run.root)
+
+
+# --- policies that were removed -------------------------------------------------------------------
+
+
+def test_a_run_goes_on_without_policies_that_were_removed(world: World, run: RunDir) -> None:
+    gone = [step for step in run.steps("policy") if run.is_removed(step)]
+    assert 1 in gone
+    assert not {STEPS - 1, STEPS} & set(gone)
+    assert json.loads(world.succeed("status", run.root, "--json"))["removed_policies"] == gone
+    assert "policies removed, of steps 1" in world.succeed("status", run.root)
+    assert "was trained and then removed" in world.succeed("train", run.root, "--step", 0)
+    for words in (("rollout", "--step", 1), ("curate", "--rebuild"), ("run",)):
+        world.succeed(words[0], run.root, *words[1:])
+    world.compare(run.root)
+
+
+def test_who_needs_a_removed_policy_is_told_how_it_is_made_again(world: World, run: RunDir) -> None:
+    later = run.policy(3) / "model.safetensors"
+    weights = later.read_bytes()
+    mend = f"to make it again, run: exgrpo train {run.root} --step 0 --force"
+    for words in (("evaluate", "--step", 1), ("rollout", "--step", 1, "--force", "--discard-later"),
+                  ("train", "--step", 1, "--force"), ("score", "--step", 1, "--force"),
+                  ("merge", "--step", 1)):  # fmt: skip
+        said = refused(world, run.root, *words)
+        line = f"exgrpo: {run.policy(1)}: removed to save disk (train.keep_policies); {mend}\n"
+        assert said == line, words
+    for step in range(3):
+        world.succeed("train", run.root, "--step", step, "--force", "--set", "train.keep=9")
+    world.succeed("evaluate", run.root, "--step", 1)
+    assert later.read_bytes() == weights
 
 
 # --- two at once ----------------------------------------------------------------------------------
