@@ -355,9 +355,10 @@ def test_it_leaves_no_process(guesser: Path, tmp_path: Path, to: str) -> None:
     below = psutil.Process(child.pid).children(recursive=True)
     if to == "a terminal's group":
         os.killpg(child.pid, number)
-    for process in [*below, child] if to == "every process of a job" else [child]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+    else:
+        for process in [*below, child] if to == "every process of a job" else [child]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
     _, said = child.communicate(timeout=60)
     assert_interrupted(child.returncode, said, number)
     _, alive = psutil.wait_procs(below, timeout=5)

@@ -178,6 +178,72 @@ def test_who_needs_a_removed_policy_is_told_how_it_is_made_again(world: World, r
     assert later.read_bytes() == weights
 
 
+# --- going on from another run --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(world: World) -> Path:
+    """A finished run that has all its policies."""
+    path = world.new()
+    world.succeed("run", path, *world.recipe, *soak.KEEP_ALL)
+    return path
+
+
+def test_a_fork_with_the_same_recipe_is_what_the_run_became(world: World, whole: Path) -> None:
+    """However often it is killed while it is made."""
+    fork = world.new()
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    deadly = soak.Deadly(world.log(fork).with_suffix(".points"), chance=0.05)
+    words = ("init", "--from", whole, "--step", 2)
+    while soak.die(world, "fork", fork, deadly, *words):
+        assert not fork.exists() or RunDir(fork).origin() is not None
+    assert world.kills["fork"] > 2
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+    linked = "rollouts/step-00001/part-00000-of-00003.parquet"
+    assert (fork / linked).samefile(whole / linked)
+    assert f"goes on from step 2 of {whole}" in world.succeed("status", fork)
+    again = refused(world, fork, *words[:-1], 3)
+    assert f"{fork}: is there already, and goes on from step 2 of {whole}; give" in again
+    world.succeed("run", fork, *words[1:])
+    assert not list(fork.parent.glob(f".{fork.name}.*"))
+    found = [line for line in soak.differences(whole, fork, world.compared)
+             if "time/" not in line and "/time-" not in line]  # fmt: skip
+    without = ("policy/step-00001", "trainer/step-00001", "origin", "provenance", "report")
+    assert [line for line in found if not line.startswith(without)] == []
+    assert f"lies in {whole}" in refused(world, fork, "evaluate", "--step", 1)
+
+
+def test_a_fork_with_another_recipe_and_a_fresh_optimizer(world: World, whole: Path) -> None:
+    fork, other = RunDir(world.new()), world.folder / "other.toml"
+    other.write_text("[loop]\nsteps = 3\n")  # names neither model nor problems
+    sets = [word for one in soak.SETTINGS if "loop" not in one for word in ("--set", one)]
+    words = ("--from", whole, "--step", 2, "--fresh-optimizer", "--recipe", other, *sets)
+    world.succeed("run", fork.root, *words, "--set", "train.learning_rate=1e-4")
+    made, was = (json.loads((run.trainer(3) / "trainer.json").read_text())["updates"]
+                 for run in (fork, RunDir(whole)))  # fmt: skip
+    assert 0 < made < was
+    assert fork.problems.read_bytes() == RunDir(whole).problems.read_bytes()
+    assert fork.steps("policy") == [1, 2, 3]
+
+
+def test_from_where_no_run_can_go_on(world: World, whole: Path, run: RunDir) -> None:
+    fork = world.new()
+    for words, said in (
+        (("--from", whole, "--step", 9), f"{whole}: has no policy of step 9; the newest is of 4"),
+        (("--from", whole), f"--from {whole}: give the step to go on from: --step N"),
+        (("--step", 2), "--step and --fresh-optimizer say how to go on from another run: --from"),
+        (("--from", whole / "no", "--step", 2), f"{whole}/no: no such run directory"),
+        (("--from", run.root, "--step", 1), f"{run.policy(1)}: removed to save disk"),
+        (("--from", run.root, "--step", 3), f"{run.trainer(3)}: the optimizer's state of step 3"),
+        (("--from", whole, "--step", 2, "--set", "lora.enabled=true"),
+         f"{fork}: lora.enabled was False and cannot become True in this run"),
+    ):  # fmt: skip
+        line = refused(world, fork, "run", *words)
+        assert line.count("\n") == 1, line
+        assert line.startswith(f"exgrpo: {said}"), line
+        assert not fork.exists()
+
+
 # --- two at once ----------------------------------------------------------------------------------
 
 

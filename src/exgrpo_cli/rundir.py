@@ -61,6 +61,11 @@ class RunDir:
         return self.root / "curation.json"
 
     @property
+    def origin_file(self) -> Path:
+        """Of a run that goes on from another one: which, and from which step (JSON)."""
+        return self.root / "origin.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -96,6 +101,16 @@ class RunDir:
     def stage_metrics(self, step: int, stage: str) -> Path:
         """What a stage left of its numbers for a step (JSON); metrics.jsonl has them merged."""
         return self.root / "metrics" / step_name(step) / f"{stage}.json"
+
+    def origin(self) -> dict[str, Any] | None:
+        """``run``, ``step`` and ``fresh_optimizer`` of where the run goes on from; None of others.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        if not self.origin_file.exists():
+            return None
+        return read_json(self.origin_file, "remove it; it only tells where the run comes from")
 
     def is_evaluated(self, step: int, name: str) -> bool:
         """Whether the policy of a step was evaluated on a set, and the metrics tell."""

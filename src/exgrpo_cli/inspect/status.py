@@ -63,6 +63,8 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
         head.append(f"policy {name}")
     head.append("replay not started" if start is None else f"replay since step {start}")
     lines = [", ".join(head)]
+    if found["origin"]:
+        lines.append("goes on from step {step} of {run}".format_map(found["origin"]))
     if found["at_work"]:
         lines.append("at work: an exgrpo run, curate or train holds this run")
     lines += overview_lines(dict(found))

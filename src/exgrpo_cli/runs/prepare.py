@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +226,9 @@ def adopt(step: Step) -> None:
             files = tables.parquet_files(source)
             single = len(files) == 1 and not source.is_dir()
             for file in files:
-                _link(file, folder / (tables.part_name(0, 1) if single else file.name))
+                tables.link_file(file, folder / (tables.part_name(0, 1) if single else file.name))
     if "problems" in step.given:
-        _link(step.problems, run.problems)
+        tables.link_file(step.problems, run.problems)
     if not run.plan(number).exists():
         plan = (
             counted.group_by("step", "problem_id", "role", maintain_order=True)
@@ -239,21 +238,3 @@ def adopt(step: Step) -> None:
             )
         )
         tables.write_table("plan", plan, run.plan(number))
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link, or a copy where there can be none.
-
-    Raises:
-        InputError: another file lies there.
-    """
-    if target.exists():
-        if not target.samefile(source) and target.read_bytes() != source.read_bytes():
-            raise InputError(f"{target}: is there already and differs from {source}")
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        target.hardlink_to(source)
-    except OSError:
-        with tables.atomic_path(target) as temporary:
-            shutil.copyfile(source, temporary)

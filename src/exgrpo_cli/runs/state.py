@@ -257,7 +257,8 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
 
     Returns:
         ``path``; ``steps`` trained and ``steps_planned`` (None without a recipe); ``policy``, the
-        newest; ``removed_policies``, their steps; ``replay_started_step`` (None before);
+        newest; ``removed_policies``, their steps; ``origin``, the run and step from which it goes on
+        (None for most); ``replay_started_step`` (None before);
         ``at_work``: whether an ``exgrpo run``, ``curate`` or ``train`` holds the run; ``step``: see
         :func:`describe_step`; ``behind``: earlier steps with missing parts, ``step`` to the missing
         numbers by stage;
@@ -279,6 +280,8 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     faults = list(dict.fromkeys([*current["faults"], *shown["faults"]]))
     behind = _behind(run, trained, settings)
     faults += [_lost_rollouts(run, int(n)) for n, gaps in behind.items() if "rollout" in gaps]
+    origin = run.origin()
+    begun = origin["step"] if origin else 0
     lost = _lost_trainer(run, trained)
     if lost and (recipe is None or trained < recipe.loop.steps):
         faults.append(f"{run.trainer(trained)}: {lost[0]}")
@@ -287,7 +290,8 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         "steps": trained,
         "steps_planned": recipe.loop.steps if recipe else None,
         "policy": str(run.policy(trained)) if trained else settings.model.path,
-        "removed_policies": [step for step in run.steps("policy") if run.is_removed(step)],
+        "removed_policies": [n for n in run.steps("policy") if n > begun and run.is_removed(n)],
+        "origin": origin,
         "replay_started_step": _replay_from(run, trained),
         "at_work": run.is_locked(),
         "step": shown,
