@@ -39,7 +39,7 @@ def test_what_may_go(policies: set[int], history: dict) -> None:
     best = set()
     for accuracies in history["evaluated"].values():
         there = [n for n in policies if n in accuracies]
-        ranked = sorted(there, key=lambda n: (-accuracies[n], n))  # noqa: B023
+        ranked = sorted(there, key=lambda n: (-accuracies[n], n))
         best |= set(ranked[:1])
     assert stay == last | marked | best | (history["needed"] & policies)
     assert removable(stay, **history) == []

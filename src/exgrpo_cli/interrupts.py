@@ -106,7 +106,8 @@ def _speaks() -> bool:
 
 def _leave(number: int, *_: object) -> NoReturn:
     if not _said and _speaks() and sys.stderr is not None:
-        os.write(sys.stderr.fileno(), f"{_line(number)}\n".encode())  # print may be at work just now
+        line = f"{_line(number)}\n".encode()
+        os.write(sys.stderr.fileno(), line)  # print may be at work just now
     os._exit(128 + number)
 
 

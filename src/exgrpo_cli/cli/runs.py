@@ -263,7 +263,9 @@ def _begin(
     """The command's recipe, and the run that goes on from another one, where that is asked for."""
     if other is None:
         if step is not None or fresh_optimizer:
-            raise InputError("--step and --fresh-optimizer say how to go on from another run: --from")
+            raise InputError(
+                "--step and --fresh-optimizer say how to go on from another run: --from"
+            )
         return shared.settings(run, **flags)
     if step is None:
         raise InputError(f"--from {other}: give the step to go on from: --step N")

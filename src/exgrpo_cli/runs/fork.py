@@ -7,7 +7,6 @@ what the other would have become under its recipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +63,14 @@ def fork(
     _check(other, step, fresh_optimizer)
     with atomic_folder(run.root) as folder:
         made = RunDir(folder)
-        linked = all([link_file(source, folder / name) for source, name in _files(other, step)])
+        linked = True
+        for source, name in _files(other, step, trainer=not fresh_optimizer):
+            linked &= link_file(source, folder / name)
         for number in range(1, step):
             where = f"lies in {other.root.resolve()}, from which this run goes on"
             write_text(made.policy(number) / REMOVED, f"{where}\n")
         if step and fresh_optimizer:
             _write_fresh(other, made, step)
-        elif step:
-            for file in sorted(other.trainer(step).iterdir()):
-                linked &= link_file(file, made.trainer(step) / file.name)
         write_json(made.origin_file, origin)
         try:
             recipe = prepare(made, recipe, log)
@@ -143,7 +141,7 @@ def _check(other: RunDir, step: int, fresh_optimizer: bool) -> None:
         )
 
 
-def _files(other: RunDir, step: int) -> Iterable[tuple[Path, Path]]:
+def _files(other: RunDir, step: int, *, trainer: bool) -> list[tuple[Path, Path]]:
     """The files that the new run begins with, and their names in it."""
     root = other.root
     earlier, ours = [step_name(number) for number in range(step)], step_name(step)
@@ -151,9 +149,10 @@ def _files(other: RunDir, step: int) -> Iterable[tuple[Path, Path]]:
     found += [root / "curated" / f"{name}.parquet" for name in earlier]
     found += [root / "plan" / f"{name}.parquet" for name in (*earlier, ours)]
     found += (root / "metrics" / ours).glob("evaluate-*.json")
-    folders = [root / kind / name for name in earlier
-               for kind in ("rollouts", "verdicts", "scores", "metrics", "evaluations")]  # fmt: skip
+    kinds = ("rollouts", "verdicts", "scores", "metrics", "evaluations")
+    folders = [root / kind / name for kind in kinds for name in earlier]
     folders += [other.policy(step), root / "evaluations" / ours]
+    folders += [other.trainer(step)] if trainer else []
     for folder in folders:
         found += [file for file in folder.rglob("*") if file.is_file() and file.name != KEEP]
     names = [(file, file.relative_to(root)) for file in found if file.exists()]

@@ -15,7 +15,7 @@ from exgrpo_cli.runs.evaluations import evaluate_due
 from exgrpo_cli.runs.prepare import check_engines, prepare
 from exgrpo_cli.runs.processes import score_in_processes, train_in_processes
 from exgrpo_cli.runs.session import Session
-from exgrpo_cli.runs.tracking import open_tracker
+from exgrpo_cli.runs.tracking import example_rollouts, open_tracker
 from exgrpo_cli.stages.rollout import rollout
 from exgrpo_cli.stages.train import check_trainer
 from exgrpo_cli.stages.verify import refuse_errors, verify
@@ -54,9 +54,12 @@ def run(place: RunDir, recipe: Recipe, *, log: Log = quiet) -> dict[str, Any]:
     finished = False
 
     def send(step: int) -> None:
+        rows = []
+        if recipe.loop.track != "none" and recipe.evaluates(step) and recipe.evaluate.problems:
+            rows = example_rollouts(place, recipe, min(step, place.steps("rollouts")[-1]))
         for line in place.read_metrics()[-2:]:
             if line["step"] == step:
-                track(step, line)
+                track(step, {**line, "rollouts": rows})
 
     with Session(place, recipe, log) as session:
         evaluate_due(session, 0)

@@ -257,11 +257,10 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
 
     Returns:
         ``path``; ``steps`` trained and ``steps_planned`` (None without a recipe); ``policy``, the
-        newest; ``removed_policies``, their steps; ``origin``, the run and step from which it goes on
-        (None for most); ``replay_started_step`` (None before);
-        ``at_work``: whether an ``exgrpo run``, ``curate`` or ``train`` holds the run; ``step``: see
-        :func:`describe_step`; ``behind``: earlier steps with missing parts, ``step`` to the missing
-        numbers by stage;
+        newest; ``removed_policies``, their steps; ``origin``, the run and step that it goes on from
+        (None for most); ``replay_started_step`` (None before); ``at_work``: whether an ``exgrpo
+        run``, ``curate`` or ``train`` holds the run; ``step``: see :func:`describe_step`;
+        ``behind``: earlier steps with missing parts, ``step`` to the missing numbers by stage;
         ``evaluations``: by set the steps ``done`` and ``missing``; ``faults``: what must be mended
         by hand; ``sbatch``: options for ``GPU`` and ``CPU`` jobs (None where not known);
         ``next``: ``step``, ``stage`` (``init`` before there are problems, ``done`` when all steps

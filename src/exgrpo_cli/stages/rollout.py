@@ -59,8 +59,8 @@ def rollout(
     from the recipe's seed, the step, the question and the sample's number, so shards, restarts and
     repeats ask for the same samples. A part is written when its last row is finished. With vLLM,
     the finished rows of unfinished parts are kept every minute and when the stage is ended, so that
-    a task that is sent again does not repeat them. In a run, the verdicts and scores of a part that is sampled
-    anew are removed.
+    a task that is sent again does not repeat them. In a run, the verdicts and scores of a part that
+    is sampled anew are removed.
 
     Args:
         step: reads ``problems`` and ``plan`` (without one every problem is fresh, with K samples;
