@@ -50,11 +50,15 @@ SETTINGS = f"""
     curate.start_success=0.0 curate.store_before_start=true objective.length_divisor=8
     train.learning_rate=1e-3 train.keep=1 train.minibatch_questions=3 verify.workers=1
     evaluate.every=2 evaluate.samples=1 evaluate.bootstrap=100 loop.steps={STEPS}""".split()
+KEEP_ALL = ("--set", "train.keep_every=1", "--set", "train.keep=9")
 VERIFIER = """
 import zlib
 def judge(response, answer, metadata):
     return zlib.crc32(response.encode()) % 2 == 0
 """
+
+ENDED = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGTERM: (143, -signal.SIGTERM)}
+"""Exit codes by signal; SIGTERM ends a process by itself before it has taken it over."""
 
 # --- processes ------------------------------------------------------------------------------------
 
@@ -154,7 +158,8 @@ def _die_at_new_points(run: Path, passed_file: Path, chance: float) -> None:
 
     ``passed_file`` gets the call's name, so the next process passes it. Calls are told apart by
     the function and the file, without what is random in its name, steps from 2 on being alike.
-    With a ``chance`` below 1 only that share of them is deadly.
+    With a ``chance`` below 1 only that share of them is deadly. A folder that is to become the run
+    counts as the run.
     """
     passed = set(passed_file.read_text().splitlines()) if passed_file.exists() else set()
     here = os.getpid()
@@ -164,12 +169,16 @@ def _die_at_new_points(run: Path, passed_file: Path, chance: float) -> None:
         parent = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
         return (parent if path is folder else parent / path).absolute()
 
+    def of_run(path: Path) -> bool:
+        made = path.is_relative_to(run.parent) and path.relative_to(run.parent).parts[:1]
+        return run in path.parents or bool(made and made[0].startswith(f".{run.name}."))
+
     def watched(name: str, call: Callable[..., Any], paths: int) -> Callable[..., Any]:
         def watch(*arguments: Any, **options: Any) -> Any:
             at = [full(one, options) for one in arguments[:paths]]
             if (
                 os.getpid() == here
-                and run in at[0].parents
+                and of_run(at[0])
                 and at[0].exists() == (name != "mkdir")  # else nothing would happen
                 and not (name == "fsync" and at[0].is_file())  # as if it were killed after it
             ):
@@ -341,7 +350,7 @@ def back(world: World, kills: int, chance: float = 1.0) -> None:
     From whatever is left the run goes on to what it was.
     """
     plain, lost = world.new(), world.new()
-    world.succeed("run", plain, *world.recipe, "--set", "train.keep=9")
+    world.succeed("run", plain, *world.recipe, *KEEP_ALL)
     shutil.copytree(plain, lost)
     deadly = Deadly(world.log(lost).with_suffix(".points"), chance)
     for words in (
@@ -374,7 +383,7 @@ def times(world: World, kills: int) -> None:
             code = process.wait()
             if code == 0:
                 break
-            assert code == -how, f"exit code {code}\n{process.said()}"
+            assert code in ENDED[how], f"exit code {code}\n{process.said()}"
             world.kills["times"] += 1
             world.look(run)
         world.compare(run)
@@ -422,7 +431,8 @@ def _finish(world: World, run: Path, commands: list[list[object]]) -> None:
             code = process.wait()
             if code == 0:
                 continue
-            assert code == -killed.get(id(process), 0), f"{words}: {code}\n{process.said()}"
+            ended = ENDED.get(killed.get(id(process), 0), ())
+            assert code in ended, f"{words}: {code}\n{process.said()}"
             world.kills["shards"] += 1
             left.append(words)
         if left:
