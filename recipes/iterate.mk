@@ -15,6 +15,12 @@ STEPS ?= 1
 EXGRPO ?= exgrpo
 ENGINE ?=
 
+# A model that is a folder needs nothing from the Hugging Face hub, which many nodes cannot reach.
+MODEL := $(shell sed -n '/^\[model\]/,/^\[/s/^path = "\(.*\)"$$/\1/p' "$(RUN)/recipe.toml" 2>/dev/null)
+ifneq ($(and $(MODEL),$(wildcard $(MODEL)/.)),)
+export HF_HUB_OFFLINE ?= 1
+endif
+
 NUMBERS := $(shell seq 0 $$(( $(STEPS) - 1 )))
 LAG := $(or $(shell sed -n '/^\[loop\]/,/^\[./s/^lag *= *//p' "$(RUN)/recipe.toml" 2>/dev/null),0)
 step = step-$(shell printf %05d $(1))

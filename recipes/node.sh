@@ -8,7 +8,14 @@
 set -euo pipefail
 (($# >= 2)) || { echo "usage: $0 RUN STEPS [GPUS]" >&2; exit 2; }
 run=$1 steps=$2 gpus=${3:-$(nvidia-smi --list-gpus | wc -l)}
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null && wait || true' EXIT
+trap 'exit 143' TERM
+
+# A model that is a folder needs nothing from the Hugging Face hub.
+model=$(sed -n '/^\[model\]/,/^\[/s/^path = "\(.*\)"$/\1/p' "$run/recipe.toml" 2>/dev/null || true)
+if [[ -d $model ]]; then export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}; fi
+
+waited() { "$@" & wait $!; } # where a signal can end the waiting
 
 on_each_gpu() { # STAGE STEP
   local i pid pids=()
@@ -27,6 +34,6 @@ for ((step = 0; step < steps; step++)); do
   verify=$!
   on_each_gpu score "$step"
   wait "$verify"
-  exgrpo curate "$run" --step "$step"
-  torchrun --standalone --nproc-per-node "$gpus" -m exgrpo_cli train "$run" --step "$step"
+  waited exgrpo curate "$run" --step "$step"
+  waited torchrun --standalone --nproc-per-node "$gpus" -m exgrpo_cli train "$run" --step "$step"
 done

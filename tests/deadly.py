@@ -120,7 +120,8 @@ def _die_at_new_points(run: Path, passed_file: Path, chance: float) -> None:
 
     ``passed_file`` gets the call's name, so the next process passes it. Calls are told apart by
     the function and the file, without what is random in its name, steps from 2 on being alike.
-    With a ``chance`` below 1 only that share of them is deadly.
+    With a ``chance`` below 1 only that share of them is deadly. A folder that is to become the run
+    counts as the run.
     """
     passed = set(passed_file.read_text().splitlines()) if passed_file.exists() else set()
     here = os.getpid()
@@ -130,12 +131,16 @@ def _die_at_new_points(run: Path, passed_file: Path, chance: float) -> None:
         parent = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
         return (parent if path is folder else parent / path).absolute()
 
+    def of_run(path: Path) -> bool:
+        made = path.is_relative_to(run.parent) and path.relative_to(run.parent).parts[:1]
+        return run in path.parents or bool(made and made[0].startswith(f".{run.name}."))
+
     def watched(name: str, call: Callable[..., Any], paths: int) -> Callable[..., Any]:
         def watch(*arguments: Any, **options: Any) -> Any:
             at = [full(one, options) for one in arguments[:paths]]
             if (
                 os.getpid() == here
-                and run in at[0].parents
+                and of_run(at[0])
                 and at[0].exists() == (name != "mkdir")  # else nothing would happen
                 and not (name == "fsync" and at[0].is_file())  # as if it were killed after it
             ):

@@ -415,6 +415,7 @@ def small_run(policy: Path) -> list[str]:
             "curate.questions=8", "rollout.samples=4", "rollout.questions_per_part=3",
             "curate.start_success=0.0", "curate.store_before_start=true", "evaluate.every=0",
             "verify.workers=1", "rollout.engine=transformers", "rollout.max_new_tokens=16",
+            "train.keep_every=1",
         ),
     ]  # fmt: skip
 

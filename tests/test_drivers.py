@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,3 +195,37 @@ def test_make_then_slurm(
     assert len(list(run.rollouts(1).glob("part-*-of-00002.parquet"))) == 2
     assert run.policy(2).is_dir()
     assert [line["step"] for line in run.read_metrics()] == [0, 1]
+
+
+# Stands in for a stage: notes what it is told, and goes on until it is ended.
+STAGE = """#!/usr/bin/env bash
+echo "$* offline=${HF_HUB_OFFLINE:-no}" >> "$CALLS"
+trap 'exit 143' TERM
+sleep 60 & wait $!
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_job_near_its_time_limit_ends_its_stage_and_is_queued_again(
+    tmp_path: Path, number: int
+) -> None:
+    calls, run = tmp_path / "calls", tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text(f'seed = 0\n[model]\npath = "{tmp_path}"\n[loop]\n')
+    for name, text in (("exgrpo", STAGE), ("scontrol", '#!/bin/sh\necho "$*" >> "$CALLS"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1", "CALLS": str(calls)}
+    job = subprocess.Popen(
+        ["bash", "recipes/slurm/stage.sbatch", "rollout", str(run), "3", "8"],
+        cwd=ROOT,
+        env={**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    deadline = time.monotonic() + 30
+    while not calls.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    job.send_signal(number)
+    assert job.wait(30) == 143
+    stage = f"rollout {run} --step 3 --shard 1/8 offline=1"
+    again = ["requeue 77"] if number == signal.SIGUSR1 else []  # but not after scancel
+    assert calls.read_text().splitlines() == [stage, *again]

@@ -62,9 +62,9 @@ def test_going_back(world: World) -> None:
 
 
 def test_a_trainer_state_that_was_half_removed(world: World, run: RunDir) -> None:
-    run.trainer(1).mkdir()
+    run.trainer(STEPS - 1).mkdir()
     world.succeed("run", run.root)
-    run.trainer(1).rmdir()
+    run.trainer(STEPS - 1).rmdir()
     world.compare(run.root)
 
 
@@ -145,6 +145,103 @@ def test_a_trained_step_is_sampled_again_only_where_told(world: World, run: RunD
     # The state of the optimizer that the step began with was removed (train.keep = 1).
     assert "cannot be trained again" in refused(world, run.root, *again, "--discard-later")
     world.compare(run.root)
+
+
+# --- policies that were removed -------------------------------------------------------------------
+
+
+def test_a_run_goes_on_without_policies_that_were_removed(world: World, run: RunDir) -> None:
+    gone = [step for step in run.steps("policy") if run.is_removed(step)]
+    assert 1 in gone
+    assert not {STEPS - 1, STEPS} & set(gone)
+    assert json.loads(world.succeed("status", run.root, "--json"))["removed_policies"] == gone
+    assert "policies removed, of steps 1" in world.succeed("status", run.root)
+    assert "was trained and then removed" in world.succeed("train", run.root, "--step", 0)
+    for words in (("rollout", "--step", 1), ("curate", "--rebuild"), ("run",)):
+        world.succeed(words[0], run.root, *words[1:])
+    world.compare(run.root)
+
+
+def test_who_needs_a_removed_policy_is_told_how_it_is_made_again(world: World, run: RunDir) -> None:
+    later = run.policy(3) / "model.safetensors"
+    weights = later.read_bytes()
+    mend = f"to make it again, run: exgrpo train {run.root} --step 0 --force"
+    for words in (("evaluate", "--step", 1), ("rollout", "--step", 1, "--force", "--discard-later"),
+                  ("train", "--step", 1, "--force"), ("score", "--step", 1, "--force"),
+                  ("merge", "--step", 1)):  # fmt: skip
+        said = refused(world, run.root, *words)
+        line = f"exgrpo: {run.policy(1)}: removed to save disk (train.keep_policies); {mend}\n"
+        assert said == line, words
+    for step in range(3):
+        world.succeed("train", run.root, "--step", step, "--force", "--set", "train.keep=9")
+    world.succeed("evaluate", run.root, "--step", 1)
+    assert later.read_bytes() == weights
+
+
+# --- going on from another run --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(world: World) -> Path:
+    """A finished run that has all its policies."""
+    path = world.new()
+    world.succeed("run", path, *world.recipe, *soak.KEEP_ALL)
+    return path
+
+
+def test_a_fork_with_the_same_recipe_is_what_the_run_became(world: World, whole: Path) -> None:
+    """However often it is killed while it is made."""
+    fork = world.new()
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    deadly = soak.Deadly(world.log(fork).with_suffix(".points"), chance=0.05)
+    words = ("init", "--from", whole, "--step", 2)
+    while soak.die(world, "fork", fork, deadly, *words):
+        assert not fork.exists() or RunDir(fork).origin() is not None
+    assert world.kills["fork"] > 2
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+    linked = "rollouts/step-00001/part-00000-of-00003.parquet"
+    assert (fork / linked).samefile(whole / linked)
+    assert f"goes on from step 2 of {whole}" in world.succeed("status", fork)
+    again = refused(world, fork, *words[:-1], 3)
+    assert f"{fork}: is there already, and goes on from step 2 of {whole}; give" in again
+    world.succeed("run", fork, *words[1:])
+    assert not list(fork.parent.glob(f".{fork.name}.*"))
+    found = [line for line in soak.differences(whole, fork, world.compared)
+             if "time/" not in line and "/time-" not in line]  # fmt: skip
+    without = ("policy/step-00001", "trainer/step-00001", "origin", "provenance", "report")
+    assert [line for line in found if not line.startswith(without)] == []
+    assert f"lies in {whole}" in refused(world, fork, "evaluate", "--step", 1)
+
+
+def test_a_fork_with_another_recipe_and_a_fresh_optimizer(world: World, whole: Path) -> None:
+    fork, other = RunDir(world.new()), world.folder / "other.toml"
+    other.write_text("[loop]\nsteps = 3\n")  # names neither model nor problems
+    sets = [word for one in soak.SETTINGS if "loop" not in one for word in ("--set", one)]
+    words = ("--from", whole, "--step", 2, "--fresh-optimizer", "--recipe", other, *sets)
+    world.succeed("run", fork.root, *words, "--set", "train.learning_rate=1e-4")
+    made, was = (json.loads((run.trainer(3) / "trainer.json").read_text())["updates"]
+                 for run in (fork, RunDir(whole)))  # fmt: skip
+    assert 0 < made < was
+    assert fork.problems.read_bytes() == RunDir(whole).problems.read_bytes()
+    assert fork.steps("policy") == [1, 2, 3]
+
+
+def test_from_where_no_run_can_go_on(world: World, whole: Path, run: RunDir) -> None:
+    fork = world.new()
+    for words, said in (
+        (("--from", whole, "--step", 9), f"{whole}: has no policy of step 9; the newest is of 4"),
+        (("--from", whole), f"--from {whole}: give the step to go on from: --step N"),
+        (("--step", 2), "--step and --fresh-optimizer say how to go on from another run: --from"),
+        (("--from", whole / "no", "--step", 2), f"{whole}/no: no such run directory"),
+        (("--from", run.root, "--step", 1), f"{run.policy(1)}: removed to save disk"),
+        (("--from", run.root, "--step", 3), f"{run.trainer(3)}: the optimizer's state of step 3"),
+        (("--from", whole, "--step", 2, "--set", "lora.enabled=true"),
+         f"{fork}: lora.enabled was False and cannot become True in this run"),
+    ):  # fmt: skip
+        line = refused(world, fork, "run", *words)
+        assert line.count("\n") == 1, line
+        assert line.startswith(f"exgrpo: {said}"), line
+        assert not fork.exists()
 
 
 # --- two at once ----------------------------------------------------------------------------------

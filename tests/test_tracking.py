@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.loop import run as loop
 from exgrpo_cli.runs.provenance import read_provenance, record_provenance
-from exgrpo_cli.runs.tracking import open_tracker
+from exgrpo_cli.runs.tracking import _markdown, open_tracker
 
 TRACKER = """
 import json
@@ -28,6 +29,9 @@ def init(**values):
     _add(**values)
 def log(values, step):
     _add(values=values, step=step)
+class Table(dict):
+    def __init__(self, **values):
+        super().__init__(values)
 """
 
 
@@ -68,6 +72,21 @@ def test_a_run_taken_up_again_is_the_same_run_there(
     (tmp_path / "a" / "tracking.json").write_text("{")
     with pytest.raises(InputError, match=r"tracking\.json: damaged"):
         opened("a", 2)
+
+
+def test_a_table_of_rollouts_in_the_trackers_own_kind(
+    tracker: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, calls = tracker
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))  # as trackio brings
+    rows = [{"question": "1+1", "age": 0}, {"question": "2|2\n*", "age": 3}]
+    open_tracker(kind, RunDir(tmp_path), {})(7, {"train/loss": 0.5, "rollouts": rows})
+    sent = json.loads(calls.read_text().splitlines()[-1])["values"]
+    table = {"columns": ["question", "age"], "data": [["1+1", 0], ["2|2\n*", 3]]}
+    assert sent == {
+        "train/loss": 0.5, "rollouts": table if kind == "wandb" else {"dataframe": rows}
+    }  # fmt: skip
+    assert _markdown(rows).splitlines()[3] == r"| 2\|2<br>\* | 3 |"
 
 
 def test_a_tracker_that_does_not_start_is_one_line_and_stays_out_of_the_recipe(

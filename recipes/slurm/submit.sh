@@ -11,7 +11,8 @@
 # Options for sbatch (partition, account, time) come from the environment:
 #   GPU_OPTIONS="--partition=gpu --gres=gpu:1" CPU_OPTIONS="--partition=cpu"
 #   TRAIN_OPTIONS="--partition=gpu --nodes=2 --gres=gpu:8"     (default: GPU_OPTIONS)
-# EVALUATE=10 evaluates every tenth policy, and the last, beside the steps that follow.
+# EVALUATE=10 evaluates every tenth policy, and the last, beside the steps that follow; the run's
+# evaluate.every becomes that too, so that the policies stay until they are evaluated.
 # Logs lie in RUN/slurm.
 set -euo pipefail
 usage="usage: submit.sh RUN FIRST_STEP STEPS [TASKS]"
@@ -22,6 +23,8 @@ lag=$(sed -n '/^\[loop\]/,/^\[./s/^lag *= *//p' "$run/recipe.toml" 2>/dev/null |
   echo "submit.sh: $run: no run (recipe.toml is missing); start it with: exgrpo init $run -r RECIPE" >&2
   exit 2
 }
+((every == 0)) || grep -qx "every = $every" "$run/recipe.toml" ||
+  exgrpo init "$run" --set evaluate.every="$every" >/dev/null
 mkdir -p "$run/slurm"
 printf '%s\n' "GPU_OPTIONS=${GPU_OPTIONS:-}" "CPU_OPTIONS=${CPU_OPTIONS:-}" >"$run/slurm/options" # for status
 read -ra gpu <<<"${GPU_OPTIONS:-}"

@@ -1,8 +1,11 @@
-"""Ctrl-C, wherever it lands: one line on stderr and exit code 130.
+"""Ctrl-C and SIGTERM, wherever they land: one line on stderr, and exit code 130 or 143.
 
-A KeyboardInterrupt does not always arrive as one. Raised within a callback of polars it becomes a
-Rust panic, in DuckDB a RuntimeError, in an import an ImportError, and a finalizer swallows it. So
-the handler notes that the signal came: whatever ends the command after that is the interrupt.
+Both are a KeyboardInterrupt, so that work ends in its ``finally``. That does not always arrive as
+one: raised within a callback of polars it becomes a Rust panic, in DuckDB a RuntimeError, in an
+import an ImportError, and a finalizer swallows it. So the handler notes that the signal came:
+whatever ends the command after that is the interrupt.
+
+Schedulers send SIGTERM, and SIGKILL half a minute after it, so from SIGTERM on time is counted.
 """
 
 from __future__ import annotations
@@ -17,27 +20,39 @@ TYPE_CHECKING = False  # typing itself takes longer to import than all of this
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-LINE = "exgrpo: interrupted; what was finished is kept, the same command goes on"
+LINE = "exgrpo: {}; what was finished is kept, the same command goes on"
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_GRACE = 20.0
+"""Seconds from SIGTERM on in which the process must have ended."""
 
 _process = 0  # that installed the handlers; those forked from it behave as Python does
-_came = False
+_taken: list[int] = []  # signals
+_came = 0
+_swallowed_one = False
 _said = False
+_watched = False
 
 
 def install() -> None:
-    """Take over Ctrl-C for this process, before anything slow is imported.
+    """Take over the signals for this process, before anything slow is imported.
 
     Until :func:`begin` and after :func:`end` there is nothing to take back, and the process ends
-    at once. Does nothing where the signal is ignored (as under ``nohup``), or a second time.
+    at once. Leaves alone a signal that is ignored (as under ``nohup``), and does nothing a second
+    time. The processes of one ``torchrun`` leave SIGTERM alone too: alone none of them has anything
+    to keep, and waiting for the others it might never come to a handler.
     """
     global _process
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+    if "LOCAL_RANK" not in os.environ:
+        defaults[signal.SIGTERM] = signal.SIG_DFL
+    found = [number for number, usual in defaults.items() if signal.getsignal(number) == usual]
+    if not found or _process == os.getpid():
         return
-    _process = os.getpid()
-    signal.signal(signal.SIGINT, _leave)
+    _process, _taken[:] = os.getpid(), found
+    _handle(_leave)
     # The last of Python's exit functions, as the first that is registered. What comes after it is
     # C++'s own taking apart, in which no handler of Python's would run.
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    atexit.register(_handle, signal.SIG_IGN)
     if isinstance(sys.stderr, io.TextIOWrapper):
         # Python writes beside file descriptor 2, so that what Rust and C++ say there when they are
         # interrupted can be left out.
@@ -47,48 +62,69 @@ def install() -> None:
 
 
 def begin() -> None:
-    """From here on the signal is a KeyboardInterrupt, so that work ends in its ``finally``."""
+    """From here on the signals are a KeyboardInterrupt, so that work ends in its ``finally``."""
     if _process == os.getpid():
-        signal.signal(signal.SIGINT, _raise)
+        _handle(_raise)
+        if signal.SIGTERM in _taken:
+            _watch()
 
 
 def end() -> None:
-    """From here on the signal ends the process at once."""
+    """From here on the signals end the process at once."""
     if _process == os.getpid():
-        signal.signal(signal.SIGINT, _leave)
+        _handle(_leave)
 
 
-def came() -> bool:
-    """Whether the signal came since :func:`begin`."""
+def came() -> int:
+    """The signal that came since :func:`begin`; 0 where none has."""
     return _came
 
 
 def say() -> None:
-    """Say it, once; from here on the signal ends the process at once and without a word."""
+    """Say it, once; from here on Ctrl-C ends the process at once and without a word, and a second
+    SIGTERM does nothing: the process is ending."""
     global _said
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in _taken:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGTERM else signal.SIG_DFL)
     if not _said and _speaks():
-        print(LINE, file=sys.stderr, flush=True)
+        print(_line(_came), file=sys.stderr, flush=True)
     _said = True
+
+
+def _handle(handler: Any) -> None:
+    for number in _taken:
+        signal.signal(number, handler)
+
+
+def _line(number: int) -> str:
+    return LINE.format(_WORDS.get(signal.Signals(number or signal.SIGINT)))
 
 
 def _speaks() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"  # torchrun's first process on a machine
 
 
-def _leave(*_: object) -> NoReturn:
-    if _speaks() and sys.stderr is not None:
-        os.write(sys.stderr.fileno(), f"{LINE}\n".encode())  # print may be at work just now
-    os._exit(130)
+def _leave(number: int, *_: object) -> NoReturn:
+    if not _said and _speaks() and sys.stderr is not None:
+        line = f"{_line(number)}\n".encode()
+        os.write(sys.stderr.fileno(), line)  # print may be at work just now
+    os._exit(128 + number)
 
 
-def _raise(*_: object) -> NoReturn:
-    global _came
-    if _process == os.getpid() and not _came:
-        _came = True
-        sys.unraisablehook = _swallowed
-        if os.environ.get("EXGRPO_DEBUG") != "1":
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+def _raise(number: int, *_: object) -> None:
+    global _came, _swallowed_one
+    if _process != os.getpid() and number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif _process == os.getpid():
+        if _came and number == signal.SIGTERM and not _swallowed_one:
+            return  # what is being put in order is not to be interrupted
+        _swallowed_one = False
+        if not _came:
+            _came = number
+            sys.unraisablehook = _swallowed
+            if os.environ.get("EXGRPO_DEBUG") != "1":
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     raise KeyboardInterrupt
 
 
@@ -103,8 +139,38 @@ def _swallowed(unraisable: Any) -> None:
 
 
 def _again() -> None:
+    global _swallowed_one
     import threading
 
     main = threading.main_thread().ident
-    if main and signal.getsignal(signal.SIGINT) is _raise:  # the command has not ended meanwhile
-        signal.pthread_kill(main, signal.SIGINT)
+    if main and signal.getsignal(_came) is _raise:  # the command has not ended meanwhile
+        _swallowed_one = True
+        signal.pthread_kill(main, _came)
+
+
+def _watch() -> None:
+    """Have SIGTERM end this process in time, also where no handler of Python's gets to run because
+    C code does not return: a library's wait, a slow disk."""
+    global _watched
+    if _watched:
+        return
+    _watched = True
+    import threading
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    threading.Thread(target=_end_in_time, args=(reader,), daemon=True).start()
+
+
+def _end_in_time(signals: int) -> None:
+    import time
+
+    from exgrpo_cli.machine import end_descendants
+
+    while signal.SIGTERM not in os.read(signals, 64):
+        pass
+    time.sleep(_GRACE)
+    end_descendants()
+    _leave(signal.SIGTERM)

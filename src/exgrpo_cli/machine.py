@@ -10,8 +10,12 @@ import signal
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from exgrpo_cli.errors import InputError
+
+if TYPE_CHECKING:
+    import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -126,6 +130,30 @@ def end_with_parent(parent: int, *, group: bool = False) -> None:
         end()
     elif watched:
         threading.Thread(target=watch, daemon=True).start()
+
+
+def descendants() -> list[psutil.Process]:
+    """All processes below this one, but for the one that Python itself starts beside spawned ones:
+    it ends with us, and puts in order what the others have shared."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def end_descendants(seconds: float = 5.0) -> None:
+    """Kill all processes below this one, and wait so long for them to be gone."""
+    import psutil
+
+    found = descendants()
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(found, timeout=seconds)
 
 
 def adopt_orphans() -> None:

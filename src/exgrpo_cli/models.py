@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.recipe import Autocast, ModelSettings, Recipe
+from exgrpo_cli.rundir import refuse_removed
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +47,12 @@ def check_policy(path: str) -> None:
     A name that is no folder here is taken for a hub name when it looks like one (``org/name``).
 
     Raises:
-        InputError: no path, no such folder, no config.json, or no weights in it.
+        InputError: no path, no such folder, no config.json or no weights in it, or it was removed.
     """
     if not path:
         raise InputError("no policy given: set model.path in the recipe, or give --policy")
     folder = Path(path)
+    refuse_removed(folder)
     if not folder.exists():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         if looks_local or folder.parent.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,9 @@ def step_number(name: str) -> int | None:
     match = re.fullmatch(r"step-(\d{5,})", name)
     return int(match[1]) if match else None
 
+
+REMOVED = "REMOVED"
+"""The file that is left in the folder of a policy that was removed; it says why."""
 
 LOCK_VARIABLE = "EXGRPO_LOCKED_RUN"
 """Environment variable with the run whose lock a parent process holds."""
@@ -63,6 +67,11 @@ class RunDir:
     def curation(self) -> Path:
         """What the experience tables were derived from (JSON); absent while they change."""
         return self.root / "curation.json"
+
+    @property
+    def origin_file(self) -> Path:
+        """Of a run that goes on from another one: which, and from which step (JSON)."""
+        return self.root / "origin.json"
 
     @property
     def metrics(self) -> Path:
@@ -110,6 +119,26 @@ class RunDir:
         """What a stage left of its numbers for a step (JSON); metrics.jsonl has them merged."""
         return self.root / "metrics" / step_name(step) / f"{stage}.json"
 
+    def origin(self) -> dict[str, Any] | None:
+        """``run``, ``step`` and ``fresh_optimizer`` of where the run goes on from; None of others.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        if not self.origin_file.exists():
+            return None
+        return read_json(self.origin_file, "remove it; it only tells where the run comes from")
+
+    def first_step(self) -> int:
+        """The step that the run begins with: 0, or the one that it goes on from."""
+        origin = self.origin()
+        return int(origin["step"]) if origin else 0
+
+    def is_evaluated(self, step: int, name: str) -> bool:
+        """Whether the policy of a step was evaluated on a set, and the metrics tell."""
+        done = self.evaluation(step, name) / "summary.json"
+        return done.exists() and self.stage_metrics(step, f"evaluate-{name}").exists()
+
     def steps(self, kind: str) -> list[int]:
         """The steps that have something under ``kind`` (``rollouts``, ``plan``, ...), sorted."""
         folder = self.root / kind
@@ -121,6 +150,23 @@ class RunDir:
                     found.append(number)
         return sorted(set(found))
 
+    def is_removed(self, step: int) -> bool:
+        """Whether a policy was trained and then removed; its folder stands for the step."""
+        return (self.policy(step) / REMOVED).is_file()
+
+    def restarts(self, upto: int) -> list[int]:
+        """The steps up to one that can be trained again: 0, and those whose policy and optimizer
+        state are there."""
+        kept = [n for n in self.steps("trainer") if 0 < n <= upto and self.policy(n).is_dir()]
+        return [0, *(n for n in kept if not self.is_removed(n))]
+
+    def training_again(self, step: int) -> tuple[str, str]:
+        """The command that begins to make a policy anew, from the nearest before it that is whole,
+        and words about the steps that follow."""
+        first = self.restarts(step - 1)[-1]
+        command = f"exgrpo train {shlex.quote(str(self.root))} --step {first} --force"
+        return command, f", then {first + 1} to {step - 1}" if first + 1 < step else ""
+
     def policy_path(self, step: int, initial: str) -> str:
         """The policy that step samples from: ``policy/step-…``, or for step 0 the initial model.
 
@@ -129,10 +175,11 @@ class RunDir:
             initial: the recipe's ``model.path`` (a folder or a hub name).
 
         Raises:
-            InputError: the step before was not trained yet.
+            InputError: the step before was not trained yet, or the policy was removed.
         """
         path = self.policy(step)
         if path.is_dir():
+            refuse_removed(path)
             return str(path)
         if step == 0:
             return initial
@@ -319,6 +366,21 @@ def _is_held(lock: Path) -> bool:
     except OSError:  # never locked, not ours to open, or a file system without locks
         return False
     return False
+
+
+def refuse_removed(policy: Path) -> None:
+    """Refuse what is only the place of a policy.
+
+    Raises:
+        InputError: it was removed; with the commands that make it again.
+    """
+    try:
+        why = (policy / REMOVED).read_text(encoding="utf-8").strip()
+    except OSError:
+        return
+    step = int(policy.name.removeprefix("step-"))
+    command, later = RunDir(policy.parent.parent).training_again(step)
+    raise InputError(f"{policy}: {why}; to make it again, run: {command}{later}")
 
 
 def infer_step(run: RunDir, kind: str, mend: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from exgrpo_cli import interrupts
 from exgrpo_cli.cli.app import app, drop_stdout, reader_is_gone
-from exgrpo_cli.machine import processes
+from exgrpo_cli.machine import end_descendants, processes
 from exgrpo_cli.progress import to_stderr
 
 for _commands in ("stages", "runs", "inspect"):  # in the order of the help
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     except BaseException as end:
         if interrupts.came():
             interrupts.say()  # where it landed beside the command
-            _leave(130)
+            _leave(128 + interrupts.came())
         if hasattr(end, "format_message"):  # Typer's own kinds
             _say_usage(end)
             sys.exit(2)
@@ -77,11 +77,14 @@ def _flush() -> None:
 def _leave(code: int) -> NoReturn:
     """End the process without taking the interpreter apart.
 
-    After an interrupt: Python would kill itself by the signal where C code has met it. And one of
+    After an interrupt: Python would kill itself by the signal where C code has met it, and what the
+    command has started may not have heard of it. And one of
     torchrun's: Gloo's threads outlive ``destroy_process_group`` (torch's caches keep the device
     mesh). One that frees a tensor while the interpreter is taken apart aborts a process that had
     finished.
     """
     atexit._run_exitfuncs()
+    if interrupts.came():
+        end_descendants()
     _flush()
     os._exit(code)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated, NoReturn, ParamSpec
 
@@ -27,9 +29,13 @@ app = typer.Typer(
 
 P = ParamSpec("P")
 
+_SIGNALS_APART = 0.1
+"""Seconds. A signal to all processes of a job may end one that this one waits for before it comes
+here."""
+
 
 def guarded(function: Callable[P, None]) -> Callable[P, None]:
-    """Turn errors into one line and an exit code: 2 bad input, 1 failed, 130 interrupted."""
+    """Turn errors into one line and an exit code: 2 bad input, 1 failed, 130 or 143 interrupted."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -40,6 +46,8 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, SystemExit):
             raise
         except BaseException as error:  # also a Rust panic, which is no Exception
+            if not isinstance(error, InputError):
+                time.sleep(_SIGNALS_APART)
             if interrupts.came() or isinstance(error, KeyboardInterrupt):
                 _interrupted()
             interrupts.end()
@@ -56,7 +64,7 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
 
 def _interrupted() -> NoReturn:
     interrupts.say()
-    raise SystemExit(130) from None
+    raise SystemExit(128 + (interrupts.came() or signal.SIGINT)) from None
 
 
 def _fail(error: BaseException) -> NoReturn:

@@ -78,6 +78,21 @@ ModelOption = Annotated[
 TrainingProblemsOption = Annotated[
     Path | None, typer.Option("--problems", help="Problems to import, in any known format.")
 ]
+FromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="OTHER",
+        help="Go on from a step of another run: its history is linked.",
+        autocompletion=complete_run,
+    ),
+]
+FromStepOption = Annotated[
+    int | None, typer.Option("--step", min=0, help="Which step of --from OTHER.")
+]
+FreshOptimizerOption = Annotated[
+    bool, typer.Option("--fresh-optimizer", help="Leave OTHER's optimizer state behind.")
+]
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of all sampling.")]
 SamplesOption = Annotated[int | None, typer.Option("--samples", "-k", min=1, help="K a question.")]
 TemperatureOption = Annotated[

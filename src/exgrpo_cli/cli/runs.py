@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,9 @@ from exgrpo_cli.cli.app import command
 from exgrpo_cli.cli.options import (
     EngineOption,
     ForceOption,
+    FreshOptimizerOption,
+    FromOption,
+    FromStepOption,
     MaxNewTokensOption,
     ModelOption,
     NewRun,
@@ -45,13 +48,20 @@ def init(
     model: ModelOption = None,
     problems: TrainingProblemsOption = None,
     seed: SeedOption = None,
+    other: FromOption = None,
+    step: FromStepOption = None,
+    fresh_optimizer: FreshOptimizerOption = False,
 ) -> None:
     """Start a run directory: resolve the recipe into it and import the problems.
 
     What run does first; for driving the stages by hand.
     """
-    settings = shared.settings(
+    settings = _begin(
+        shared,
         run,
+        other,
+        step,
+        fresh_optimizer,
         model__path=model,
         problems__path=None if problems is None else str(problems),
         seed=seed,
@@ -85,14 +95,21 @@ def run(
         Literal["sample", "train"] | None,
         typer.Option("--only", help="One side of a run; wait for the files of the other."),
     ] = None,
+    other: FromOption = None,
+    step: FromStepOption = None,
+    fresh_optimizer: FreshOptimizerOption = False,
 ) -> None:
     """Run ExGRPO: rollout, verify, score, curate and train, again and again.
 
     Makes the same files as the stages called by hand, and goes on from those that are there.
     With loop.lag sampling and training go on at the same time.
     """
-    settings = shared.settings(
+    settings = _begin(
+        shared,
         run,
+        other,
+        step,
+        fresh_optimizer,
         loop__steps=steps,
         loop__track=track,
         rollout__engine=engine,
@@ -262,6 +279,33 @@ def _refuse_changes(place: RunDir, settings: Recipe) -> None:
             f"{key} = {given!r} differs from {own} ({kept!r}), which both sides go by; change it"
             f" there: exgrpo init {place.root} --set {key}={given}"
         )
+
+
+def _begin(
+    shared: Shared,
+    run: Path,
+    other: Path | None,
+    step: int | None,
+    fresh_optimizer: bool,
+    **flags: Any,
+) -> Recipe:
+    """The command's recipe, and the run that goes on from another one, where that is asked for."""
+    if other is None:
+        if step is not None or fresh_optimizer:
+            raise InputError(
+                "--step and --fresh-optimizer say how to go on from another run: --from"
+            )
+        return shared.settings(run, **flags)
+    if step is None:
+        raise InputError(f"--from {other}: give the step to go on from: --step N")
+    from exgrpo_cli.rundir import RunDir
+    from exgrpo_cli.runs.fork import fork
+
+    place = RunDir(run)
+    settings = shared.settings(run if place.recipe.exists() else other, **flags)
+    return fork(
+        place, open_run(other), step, settings, fresh_optimizer=fresh_optimizer, log=to_stderr
+    )
 
 
 @contextmanager

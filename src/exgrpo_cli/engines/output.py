@@ -76,7 +76,7 @@ def heard(show: bool) -> Iterator[Callable[[], str]]:
                 if starting:
                     said.extend(piece)
                     del said[:-_KEPT_BYTES]
-                if show or not starting:
+                if (show or not starting) and not interrupts.came():  # how they end is no news
                     os.write(out, piece)
         os.close(reading)
         os.close(out)

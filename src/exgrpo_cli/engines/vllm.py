@@ -23,6 +23,7 @@ from exgrpo_cli.engines.entropy import topk_entropy
 from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
 from exgrpo_cli.engines.output import explained, heard
 from exgrpo_cli.errors import InputError, StageError, first_line
+from exgrpo_cli.machine import descendants
 from exgrpo_cli.models import adapter_base, check_adapter, check_policy, is_adapter, resolve_dtype
 from exgrpo_cli.recipe import Recipe
 
@@ -111,7 +112,7 @@ class VllmEngine:
             "disable_log_stats": True,
             "worker_extension_cls": "exgrpo_cli.engines.vllm_worker.WorkerExtension",
         }
-        before = _children()
+        before = descendants()
         said: Callable[[], str] = str
         try:
             with heard(show=wanted != "ERROR") as said:
@@ -122,7 +123,7 @@ class VllmEngine:
         except Exception as error:  # its processes have written why
             why = explained(_reason(error), said())
             raise StageError(f"{base}: vLLM did not start: {why}") from error
-        self._processes = _children() - before
+        self._processes = [process for process in descendants() if process not in before]
         self._base, self._adapter = base, None
         if is_adapter(policy):
             self._use_adapter(policy)
@@ -247,16 +248,6 @@ class VllmEngine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=_CLOSE_SECONDS)
-
-
-def _children() -> set[psutil.Process]:
-    """This process's descendants, without the one that Python itself starts beside spawned ones."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if not any("resource_tracker" in word for word in process.cmdline()):
-                found.add(process)
-    return found
 
 
 def _completion(request: Request, output: Any, sampling: Sampling, vocabulary: int) -> Completion:

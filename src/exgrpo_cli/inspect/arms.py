@@ -25,6 +25,7 @@ ALIKE = frozenset(
         "rollout.processes", "verify.workers", "verify.memory_mb", "score.tokens_per_batch",
         "score.device", "score.processes", "train.tokens_per_microbatch",
         "train.gradient_checkpointing", "train.processes", "train.device", "train.keep",
+        "train.keep_policies", "train.keep_every",
         "evaluate.problems", "evaluate.samples", "evaluate.samples_by_source", "evaluate.every",
         "evaluate.bootstrap",
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -43,26 +43,30 @@ ORDER BY kind, role, problem_id, sample
 """
 
 
-def example_groups(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
-    """Groups of the last step and of the last steps whose policy was evaluated, newest first.
+def example_groups(
+    run: RunDir, recipe: Recipe, steps: Sequence[int] | None = None, each: int = EACH
+) -> list[dict[str, Any]]:
+    """Groups of some steps.
 
     Args:
         run: the run directory.
         recipe: ``objective``, which says what an advantage is.
+        steps: default the last step and the last ones whose policy was evaluated, newest first.
+        each: of each kind in a step.
 
     Returns:
         Of each group ``step``, ``problem_id``, ``role``, ``question``, ``answer`` (None where the
         problem is not there), ``right`` of ``count``, and ``rows``: ``rollout_id``, ``text`` (a
         long one without its middle), ``tokens``, ``reward``, ``advantage``, ``verdict``, ``css``,
-        ``extracted`` and ``detail`` (of a replayed row, which comes first).
+        ``extracted``, ``age`` in steps and ``detail`` (of a replayed row, which comes first).
 
     Raises:
         InputError: a table is damaged.
     """
     groups = []
-    for step in _steps(run):
+    for step in _steps(run) if steps is None else steps:
         parts = {"rollouts": _files(run.rollouts(step)), "verdicts": _files(run.verdicts(step))}
-        rows = query(_SQL, {**parts, "each": EACH}, run.rollouts(step))
+        rows = query(_SQL, {**parts, "each": each}, run.rollouts(step))
         found = [list(one) for _, one in groupby(rows, lambda r: (r["problem_id"], r["role"]))]
         again = [one[0]["problem_id"] for one in found if one[0]["role"] == "replay"]
         replayed = _replayed(run, step, again)
@@ -82,7 +86,7 @@ def example_groups(run: RunDir, recipe: Recipe) -> list[dict[str, Any]]:
                     "answer": None,
                     **problems.get(first["problem_id"], {}),
                     "rows": [
-                        _shown(row, value)
+                        _shown(row, value, step)
                         for row, value in zip(members, _advantages(members, recipe), strict=True)
                     ],
                 }
@@ -180,7 +184,7 @@ def _problems(run: RunDir, problem_ids: list[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _shown(row: Mapping[str, Any], advantage: float) -> dict[str, Any]:
+def _shown(row: Mapping[str, Any], advantage: float, step: int) -> dict[str, Any]:
     verdict, css, detail = _verdict(row), "good" if row["correct"] else "bad", ""
     if row.get("past"):
         verdict = "replayed" if row["correct"] else f"replayed, {verdict}"
@@ -199,6 +203,7 @@ def _shown(row: Mapping[str, Any], advantage: float) -> dict[str, Any]:
         "tokens": row["tokens"],
         "reward": row["reward"],
         "advantage": advantage,
+        "age": step - row.get("collected_step", step),
         "verdict": verdict,
         "css": css,
         "detail": detail,

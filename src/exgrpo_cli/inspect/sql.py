@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from exgrpo_cli import interrupts
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.tables import finite_or_none
 from exgrpo_cli.tables.duck import open_database
@@ -313,6 +314,7 @@ def sql(run: Path, query: str | None, form: str) -> None:
     Raises:
         InputError: see :func:`open_run` and :func:`answer`.
     """
+    interrupts.end()  # there is nothing to take back
     with open_run(run) as con:
         if query is None and sys.stdin.isatty():
             prompt(con, form)

@@ -63,6 +63,8 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
         head.append(f"policy {name}")
     head.append("replay not started" if start is None else f"replay since step {start}")
     lines = [", ".join(head)]
+    if found["origin"]:
+        lines.append("goes on from step {step} of {run}".format_map(found["origin"]))
     if found["at_work"]:
         lines.append("at work: an exgrpo run, curate or train holds this run")
     lines += overview_lines(dict(found))
@@ -73,6 +75,9 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
     for number, gaps in found["behind"].items():
         said = ", ".join(f"{stage} {numbers(parts, ' ')}" for stage, parts in gaps.items())
         lines.append(f"step {number} is trained, but parts are missing: {said}")
+    if found["removed_policies"]:
+        gone = numbers(found["removed_policies"], " ")
+        lines.append(f"policies removed, of steps {gone} (train.keep_policies)")
     for name, evaluation in found["evaluations"].items():
         done = numbers(evaluation["done"], " ") or "none yet"
         missing = f", missing {numbers(evaluation['missing'], ' ')}" * bool(evaluation["missing"])

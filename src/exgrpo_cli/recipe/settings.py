@@ -337,7 +337,18 @@ class TrainSettings(Section):
         "auto", description="weights of the saved policy; auto: as the initial model's"
     )
     keep: int | None = Field(
-        None, ge=1, description="optimizer states kept; older ones are removed; default all"
+        None,
+        ge=1,
+        description="optimizer states kept; older ones are removed; default: as many as policies",
+    )
+    keep_policies: int = Field(
+        2,
+        ge=1,
+        description="last policies kept, beside the best of each evaluated set and those of"
+        " keep_every; others are removed, each with its optimizer state",
+    )
+    keep_every: int = Field(
+        100, ge=0, description="every policy of so many steps is kept; 0: none, 1: all"
     )
 
 
@@ -412,6 +423,11 @@ class Recipe(Section):
                 " a key belongs into the environment: VLLM_API_KEY"
             )
         return self
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the loop evaluates the policy of a step."""
+        every = self.evaluate.every
+        return every > 0 and (step % every == 0 or step == self.loop.steps)
 
     @property
     def length_divisor(self) -> int:

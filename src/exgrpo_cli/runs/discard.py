@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import RunDir, refuse_removed, step_name
 from exgrpo_cli.tables import remove_folder
 
 _LATER = (
@@ -26,13 +26,16 @@ def discard_after(run: RunDir, step: int) -> list[int]:
         The steps whose policies were removed.
 
     Raises:
-        InputError: the optimizer's state is gone, so that the step could not be trained again.
+        InputError: the policy or the optimizer's state is gone, so that the step could not be
+            sampled or trained again.
     """
-    if step > 0 and not run.trainer(step).is_dir():
-        kept = [n for n in run.steps("trainer") if n < step]
+    if step > 0:
+        refuse_removed(run.policy(step))
+    nearest = run.restarts(step)[-1]
+    if nearest < step:
         raise InputError(
             f"{run.trainer(step)}: the optimizer's state of step {step} is not there (train.keep),"
-            f" so the step cannot be trained again; go back to step {kept[-1] if kept else 0}"
+            f" so the step cannot be trained again; go back to step {nearest}"
         )
     removed = [n for n in run.steps("policy") if n > step]
     run.metrics.unlink(missing_ok=True)  # made anew from the steps' own

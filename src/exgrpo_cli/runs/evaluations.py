@@ -11,6 +11,7 @@ from typing import Any
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.retention import prune_policies
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.prepare import import_into
 from exgrpo_cli.runs.session import Session
@@ -22,17 +23,13 @@ Summary = Mapping[str, Any]
 
 def sets_due(run: RunDir, recipe: Recipe, step: int) -> dict[str, Path]:
     """The recipe's problem sets on which the policy of a step is due to be evaluated and was not
-    yet."""
-    settings = recipe.evaluate
-    if settings.every == 0 or (step % settings.every and step != recipe.loop.steps):
+    yet; none where it was removed before it was due."""
+    if not recipe.evaluates(step) or run.is_removed(step):
         return {}
     return {
         name: Path(source)
-        for name, source in settings.problems.items()
-        if not (
-            (run.evaluation(step, name) / "summary.json").exists()
-            and run.stage_metrics(step, f"evaluate-{name}").exists()
-        )
+        for name, source in recipe.evaluate.problems.items()
+        if not run.is_evaluated(step, name)
     }
 
 
@@ -89,6 +86,7 @@ def evaluate_set(
         times = {f"time/evaluate/{name}_{key}": value for key, value in times.items()}
         run.record(step, f"time-evaluate-{name}", times)
     run.record(step, f"evaluate-{name}", evaluation_metrics(name, summary))
+    prune_policies(run, recipe, step)  # another one may be the best now
     overall = summary["overall"]
     session.log(
         f"step {step}: {name} pass@1 {overall['pass@1']:.3f}"

@@ -15,7 +15,7 @@ from exgrpo_cli.runs.iteration import sample_step, step_line, train_step
 from exgrpo_cli.runs.prepare import check_engines, prepare
 from exgrpo_cli.runs.session import Session
 from exgrpo_cli.runs.sides import Side, run_side, side_by_side, split_devices
-from exgrpo_cli.runs.tracking import open_tracker
+from exgrpo_cli.runs.tracking import example_rollouts, open_tracker
 from exgrpo_cli.stages.train import check_trainer
 from exgrpo_cli.step import Step
 from exgrpo_cli.tables import remove_abandoned
@@ -61,9 +61,12 @@ def run(
         check_trainer(Step.of(place, latest))
 
     def send(step: int) -> None:
+        rows = []
+        if recipe.loop.track != "none" and recipe.evaluates(step) and recipe.evaluate.problems:
+            rows = example_rollouts(place, recipe, min(step, place.steps("rollouts")[-1]))
         for line in place.read_metrics():
             if line["step"] == step:
-                track(step, line)
+                track(step, {**line, "rollouts": rows})
 
     if shares is None and only is None:
         _in_turn(place, recipe, log, send)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from exgrpo_cli.recipe import (
     to_toml,
     with_absolute_paths,
 )
+from exgrpo_cli.retention import keep_policy
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
 from exgrpo_cli.step import Step
@@ -94,6 +94,8 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
         )
     for key, (old, new) in changed.items():
         log(f"recipe: {key} was {old!r}, is now {new!r}")
+    for path in (recipe.model.path, recipe.objective.reference):
+        keep_policy(path)
     tables.write_text(run.recipe, to_toml(recipe))
     record_provenance(run, recipe)
     return recipe
@@ -111,7 +113,7 @@ def check_engines(run: RunDir, recipe: Recipe) -> None:
         check_policy(recipe.model.path)
         latest = max(run.steps("policy"), default=0)
         planned = max(run.steps("plan"), default=0)
-        sampling = min(max(planned - recipe.loop.lag, 0), latest)
+        sampling = min(planned - Step.of(run, planned).lagged(recipe.loop.lag).lag, latest)
         open_engine(recipe, run.policy_path(sampling, recipe.model.path)).close()
     if engine_count(recipe) > 1:
         engine_environments(recipe)
@@ -239,9 +241,9 @@ def adopt(step: Step) -> None:
             files = tables.parquet_files(source)
             single = len(files) == 1 and not source.is_dir()
             for file in files:
-                _link(file, folder / (tables.part_name(0, 1) if single else file.name))
+                tables.link_file(file, folder / (tables.part_name(0, 1) if single else file.name))
     if "problems" in step.given:
-        _link(step.problems, run.problems)
+        tables.link_file(step.problems, run.problems)
     if not run.plan(number).exists():
         plan = (
             counted.group_by("step", "problem_id", "role", maintain_order=True)
@@ -251,21 +253,3 @@ def adopt(step: Step) -> None:
             )
         )
         tables.write_table("plan", plan, run.plan(number))
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link, or a copy where there can be none.
-
-    Raises:
-        InputError: another file lies there.
-    """
-    if target.exists():
-        if not target.samefile(source) and target.read_bytes() != source.read_bytes():
-            raise InputError(f"{target}: is there already and differs from {source}")
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        target.hardlink_to(source)
-    except OSError:
-        with tables.atomic_path(target) as temporary:
-            shutil.copyfile(source, temporary)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from exgrpo_cli.errors import StageError
-from exgrpo_cli.machine import core_share, process_environments
+from exgrpo_cli.machine import core_share, end_descendants, process_environments
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir
 from exgrpo_cli.step import Result, Step
+
+_END_SECONDS = 10.0
 
 
 def score_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
@@ -49,11 +53,9 @@ def score_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
                     f" {_why_failed(said.splitlines())}"
                 )
             results.append(json.loads(out))
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+    except BaseException:
+        _end(started)
+        raise
     counts = ("done", "skipped", "rows", "candidates", "tokens")
     total = {name: sum(result[name] for result in results) for name in counts}
     return Result(
@@ -88,7 +90,11 @@ def train_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
         close_fds=False,  # should we be killed, it goes on, under our lock
     ) as process:
         assert process.stderr is not None
-        lines = [line.rstrip() for line in process.stderr]
+        try:
+            lines = [line.rstrip() for line in process.stderr]
+        except BaseException:  # not waited for: a step of training is done whole or not at all
+            _end([process])
+            raise
     if process.returncode != 0:
         raise StageError(
             f"train step {step.number} failed in {count} processes: {_why_failed(lines)}"
@@ -104,6 +110,19 @@ def train_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
         notes=tuple(notes),
         compute_seconds=metrics["train/tokens"] / rate if rate else None,
     )
+
+
+def _end(started: Sequence[subprocess.Popen[str]]) -> None:
+    """End processes that are at work, with all that they have started."""
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _END_SECONDS
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
+    if any(process.poll() is None for process in started):
+        end_descendants()
 
 
 def _why_failed(lines: Sequence[str]) -> str:

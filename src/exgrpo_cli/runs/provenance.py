@@ -39,6 +39,8 @@ def record_provenance(run: RunDir, recipe: Recipe) -> None:
         "platform": platform.platform(),
         "seed": recipe.seed,
     }
+    if origin := run.origin():
+        here["from"] = "step {step} of {run}".format_map(origin)
     starts = read_provenance(run)
     if starts and {key: starts[-1].get(key) for key in here} == here:
         starts[-1] |= {"last": now, "starts": starts[-1].get("starts", 1) + 1}

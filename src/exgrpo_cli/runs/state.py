@@ -267,10 +267,11 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
 
     Returns:
         ``path``; ``steps`` trained and ``steps_planned`` (None without a recipe); ``policy``, the
-        newest; ``replay_started_step`` (None before); ``at_work``: whether an ``exgrpo run``,
-        ``curate`` or ``train`` holds the run; ``step``: see :func:`describe_step`; ``ahead``: the
-        same of the steps after it that a lag lets sample; ``behind``: earlier steps with missing
-        parts, ``step`` to the missing numbers by stage;
+        newest; ``removed_policies``, their steps; ``origin``, the run and step that it goes on from
+        (None for most); ``replay_started_step`` (None before); ``at_work``: whether an ``exgrpo
+        run``, ``curate`` or ``train`` holds the run; ``step``: see :func:`describe_step`;
+        ``ahead``: the same of the steps after it that a lag lets sample; ``behind``: earlier steps
+        with missing parts, ``step`` to the missing numbers by stage;
         ``evaluations``: by set the steps ``done`` and ``missing``; ``faults``: what must be mended
         by hand; ``sbatch``: options for ``GPU`` and ``CPU`` jobs (None where not known);
         ``next``: ``step``, ``stage`` (``init`` before there are problems, ``done`` when all steps
@@ -294,6 +295,7 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     faults = list(dict.fromkeys(f for one in (current, shown, *ahead) for f in one["faults"]))
     behind = _behind(run, trained, settings)
     faults += [_lost_rollouts(run, int(n)) for n, gaps in behind.items() if "rollout" in gaps]
+    origin, begun = run.origin(), run.first_step()
     lost = _lost_trainer(run, trained)
     if lost and (recipe is None or trained < recipe.loop.steps):
         faults.append(f"{run.trainer(trained)}: {lost[0]}")
@@ -302,6 +304,8 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         "steps": trained,
         "steps_planned": recipe.loop.steps if recipe else None,
         "policy": str(run.policy(trained)) if trained else settings.model.path,
+        "removed_policies": [n for n in run.steps("policy") if n > begun and run.is_removed(n)],
+        "origin": origin,
         "replay_started_step": _replay_from(run, trained),
         "at_work": run.is_locked(),
         "step": shown,
@@ -324,7 +328,7 @@ def _lost_rollouts(run: RunDir, step: int) -> str:
     )
 
 
-def _lost_trainer(run: RunDir, trained: int) -> tuple[str, str | None] | None:
+def _lost_trainer(run: RunDir, trained: int) -> tuple[str, str] | None:
     """What to do about the newest policy's trainer state where it is gone, and the command.
 
     Training the step before once more makes it, from the state before that; step 0 needs none.
@@ -332,12 +336,9 @@ def _lost_trainer(run: RunDir, trained: int) -> tuple[str, str | None] | None:
     if trained == 0 or run.trainer(trained).is_dir():
         return None
     words = "the trainer state of the newest policy is gone, and train needs it; restore it"
-    kept = [0, *(n for n in run.steps("trainer") if n < trained)]
-    command = f"exgrpo train {shlex.quote(str(run.root))} --step {kept[-1]} --force"
-    if kept[-1] == trained - 1:
-        return f"{words}, or make it again: {command}", command
-    later = f"{kept[-1] + 1} to {trained - 1}"
-    return f"{words}, or train again from the last that is kept: {command}, then {later}", command
+    command, later = run.training_again(trained)
+    how = "train again from the last that is kept" if later else "make it again"
+    return f"{words}, or {how}: {command}{later}", command
 
 
 def _sbatch_options(run: RunDir) -> dict[str, str | None]:
@@ -395,7 +396,7 @@ def _next(
             if stage == "curate" and earlier in gaps:  # which reads the whole log
                 step, stage = int(before), earlier
     lost = _lost_trainer(run, step) if stage == "train" else None
-    if lost and lost[1]:
+    if lost:
         return {"step": step, "stage": stage, "command": lost[1]}
     return {"step": step, "stage": stage, "command": f"exgrpo {stage} {root} --step {step}"}
 
@@ -429,8 +430,7 @@ def _behind(run: RunDir, before: int, recipe: Recipe) -> dict[str, dict[str, lis
 
 def _evaluations(run: RunDir, trained: int, recipe: Recipe) -> dict[str, dict[str, list[int]]]:
     """The recipe's evaluations that are there, and those that are due and are not."""
-    every, last = recipe.evaluate.every, recipe.loop.steps
-    due = [s for s in range(trained + 1) if every and (s % every == 0 or s == last)]
+    due = [s for s in range(trained + 1) if recipe.evaluates(s)]
     found = {}
     for name in recipe.evaluate.problems:
         done = [
@@ -438,5 +438,6 @@ def _evaluations(run: RunDir, trained: int, recipe: Recipe) -> dict[str, dict[st
             for s in sorted({*due, *run.steps("evaluations")})
             if (run.evaluation(s, name) / "summary.json").exists()
         ]
-        found[name] = {"done": done, "missing": [s for s in due if s not in done]}
+        missing = [s for s in due if s not in done and not run.is_removed(s)]
+        found[name] = {"done": done, "missing": missing}
     return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import importlib
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -13,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo_cli.errors import InputError, first_line
+from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.tables import write_json
 
 Track = Callable[[int, dict[str, Any]], None]
-"""Takes a step and its metrics."""
+"""Takes a step and its metrics; rows of :func:`example_rollouts` may stand under ``rollouts``."""
 
 
 def open_tracker(kind: str, run: RunDir, config: dict[str, Any]) -> Track:
@@ -54,9 +57,61 @@ def open_tracker(kind: str, run: RunDir, config: dict[str, Any]) -> Track:
     def log(step: int, metrics: dict[str, Any]) -> None:
         if not _id_file(run).exists():
             write_json(_id_file(run), {"id": number})
-        tracker.log(_numbers(metrics), step=step)
+        values: dict[str, Any] = {**_numbers(metrics)}
+        if rows := metrics.get("rollouts"):
+            values["rollouts"] = _table(kind, tracker, rows)
+        tracker.log(values, step=step)
 
     return log
+
+
+def example_rollouts(run: RunDir, recipe: Recipe, step: int) -> list[dict[str, Any]]:
+    """A few rollouts of a step: of a group of each kind the first of each verdict.
+
+    Returns:
+        ``question``, ``response``, ``verdict``, ``role`` (``fresh``; of a replay question's group
+        ``replay``, and ``replayed`` for the trajectory itself) and ``age``, in steps; none where
+        the step has no rollouts and verdicts.
+    """
+    from exgrpo_cli.inspect.groups import example_groups
+
+    found = []
+    if run.rollouts(step).is_dir() and run.verdicts(step).is_dir():
+        for group in example_groups(run, recipe, [step], each=1):
+            first = {row["verdict"]: row for row in reversed(group["rows"])}
+            for verdict, row in first.items():
+                past = verdict == "replayed"
+                found.append(
+                    {
+                        "question": group["question"],
+                        "response": row["text"],
+                        "verdict": "right" if past else verdict,
+                        "role": "replayed" if past else group["role"],
+                        "age": row["age"],
+                    }
+                )
+    return found
+
+
+def _table(kind: str, tracker: Any, rows: list[dict[str, Any]]) -> Any:
+    """Rows as a tracker's own table."""
+    if kind == "wandb":
+        return tracker.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+    pandas: Any = importlib.import_module("pandas")  # which trackio brings
+
+    return tracker.Table(dataframe=pandas.DataFrame(rows))
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    """Rows as a table in Markdown, in which nothing of the text is taken for Markdown or HTML."""
+
+    def cell(value: Any) -> str:
+        text = re.sub(r"([\\`*_{}\[\]()#+.!|$~-])", r"\\\1", html.escape(str(value), quote=False))
+        return text.replace("\n", "<br>")
+
+    head = [list(rows[0]), ["---"] * len(rows[0])]
+    body = [[cell(value) for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [*head, *body])
 
 
 def _tensorboard(folder: Path) -> Track:
@@ -64,14 +119,16 @@ def _tensorboard(folder: Path) -> Track:
 
     writer: Any = None
 
-    def scalars(step: int, metrics: dict[str, Any]) -> None:
+    def log(step: int, metrics: dict[str, Any]) -> None:
         nonlocal writer
         writer = writer or SummaryWriter(log_dir=str(folder))
         for key, value in _numbers(metrics).items():
             writer.add_scalar(key, value, step)
+        if rows := metrics.get("rollouts"):
+            writer.add_text("rollouts", _markdown(rows), step)
         writer.flush()
 
-    return scalars
+    return log
 
 
 def _id_file(run: RunDir) -> Path:

@@ -55,8 +55,11 @@ class Drafts:
     def add(self, number: int, row: dict[str, Any]) -> None:
         """Keep a row; the new ones are written once in a while."""
         self._new[number].append(row)
-        if time.monotonic() - self._saved < _SECONDS:
-            return
+        if time.monotonic() - self._saved >= _SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write the new rows."""
         for path, rows in zip(self._paths, self._new, strict=True):
             if rows:
                 name = f".{path.name}.{self._key}.{uuid.uuid4().hex[:12]}.rows"

@@ -21,6 +21,7 @@ from exgrpo_cli.evaluation import (
 )
 from exgrpo_cli.progress import Log, progress, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.stages.drafts import Drafts
 from exgrpo_cli.stages.sampling import Asked, completion_row, encode_prompts
 from exgrpo_cli.step import Result, Step
 
@@ -124,8 +125,7 @@ def evaluate(
         for stale in (rollouts, verdicts, out / "summary.json"):
             stale.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
-        rows = _sample(step, recipe, tokenizer, prompts, counts, engine, log)
-        tables.write_table("rollouts", tables.frame("rollouts", rows), rollouts)
+        _sample(step, recipe, tokenizer, prompts, counts, engine, log, force=force)
     if before.get("answers") != answers:
         verdicts.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
@@ -229,8 +229,11 @@ def _sample(
     counts: dict[str, int],
     engine: Callable[[str], Engine] | None,
     log: Log,
-) -> list[dict[str, Any]]:
-    """The rows of the ``rollouts`` table, problem by problem."""
+    *,
+    force: bool,
+) -> None:
+    """Write the ``rollouts`` table, problem by problem; with vLLM, as the rollout stage does, what
+    an interrupted evaluation had sampled is not sampled again."""
     settings, policy = recipe.evaluate, step.policy(recipe.model.path)
     asked = [Asked(name, sample) for name in prompts for sample in range(counts[name])]
     requests = [
@@ -247,21 +250,34 @@ def _sample(
     if engine is None:
         log(f"evaluate: opening {policy}")
     loaded = open_engine(recipe, policy) if engine is None else engine(policy)
+    out = step.evaluation / "rollouts.parquet"
+    drafts = Drafts([out], f"{policy_fingerprint(policy)} {sampling}")
+    if loaded.name != "transformers" and not force:
+        for request, one in zip(requests, asked, strict=True):
+            rows[request.index] = drafts.found(0, one.rollout_id(step.number, "e"), request)
+    waiting = [request for request in requests if rows[request.index] is None]
     try:
-        with progress(f"evaluate {step.policy_name}", len(requests), log) as advance:
-            for completion in loaded.generate(requests, sampling):
+        with progress(f"evaluate {step.policy_name}", len(waiting), log) as advance:
+            for completion in loaded.generate(waiting, sampling):
                 index = completion.index
-                rows[index] = completion_row(
+                row = completion_row(
                     step, asked[index], requests[index], completion, tokenizer, prefix="e"
                 )
+                rows[index] = row
+                if loaded.name != "transformers":
+                    drafts.add(0, row)
                 advance(1, len(completion.token_ids))
+    except BaseException:  # such as SIGTERM
+        drafts.save()
+        raise
     finally:
         if engine is None:
             loaded.close()
     finished = [row for row in rows if row is not None]
     if len(finished) < len(rows):
         raise StageError(f"evaluate: the engine left {len(rows) - len(finished)} rows unfinished")
-    return finished
+    tables.write_table("rollouts", tables.frame("rollouts", finished), out)
+    drafts.drop(0)
 
 
 def _refuse_repeated(table: pl.DataFrame, path: Path) -> None:

@@ -58,9 +58,9 @@ def rollout(
     The parts follow from the plan and ``rollout.questions_per_part`` alone, and each row's seed
     from the recipe's seed, the step, the question and the sample's number, so shards, restarts and
     repeats ask for the same samples. A part is written when its last row is finished. With vLLM,
-    the finished rows of unfinished parts are kept every minute, so that a task that is sent again
-    after a kill does not repeat them. In a run, the verdicts and scores of a part that is sampled
-    anew are removed.
+    the finished rows of unfinished parts are kept every minute and when the stage is ended, so that
+    a task that is sent again does not repeat them. In a run, the verdicts and scores of a part that
+    is sampled anew are removed.
 
     Args:
         step: reads ``problems`` and ``plan`` (without one every problem is fresh, with K samples;
@@ -214,11 +214,11 @@ def _sample(
     loaded = open_engine(recipe, policy) if engine is None else engine(policy)
     part_of = {index: number for number, part in enumerate(parts) for index in part.waiting}
     started = time.monotonic()
+    drafts = None
     try:
         # An engine that batches by itself gets everything at once, and what it has finished of
         # unfinished parts is kept now and then. The transformers engine gets a part at a time, so
         # that its batches, and with them the last bits, are the same whatever the shards.
-        drafts = None
         if loaded.name != "transformers":
             sampled = f"{policy} {step.policy_name} {sampling}"
             drafts = Drafts([part.path for part in parts], sampled)
@@ -255,6 +255,10 @@ def _sample(
         if unfinished:
             raise StageError(f"rollout: the engine left {unfinished} rows unfinished")
         generating = max(time.monotonic() - started, 1e-9)
+    except BaseException:  # such as SIGTERM
+        if drafts is not None:
+            drafts.save()
+        raise
     finally:
         if engine is None:
             loaded.close()

@@ -13,6 +13,8 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.machine import is_first_process
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.retention import prune_policies
+from exgrpo_cli.rundir import REMOVED, refuse_removed
 from exgrpo_cli.step import Result, Step
 from exgrpo_cli.training.batch import Batch, Group
 
@@ -67,16 +69,18 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
     from exgrpo_cli.training.trainer_state import read_trainer
 
     started = time.monotonic()
-    policy, out = step.policy(recipe.model.path), step.next_policy
+    out = step.next_policy
     with distributed.process_group(recipe.train.device) as device_name:
         say = log if distributed.rank() == 0 else quiet
         if distributed.gather(out.exists())[0] and not force:
-            say(f"{out} exists already and is left as it is")
+            was = "was trained and then removed" if (out / REMOVED).exists() else "exists already"
+            say(f"{out} {was} and is left as it is")
             state = step.next_trainer / "trainer.json"  # may have been pruned
             kept = read_trainer(step.next_trainer)["metrics"] if state.exists() else {}
             _record(step, kept, again=True)
             _prune(step, recipe)
             return Result(skipped=1, metrics=kept)
+        policy = step.policy(recipe.model.path)
         check_trainer(step)
         check_policy(policy)
         if step.run is not None:
@@ -102,12 +106,13 @@ def check_trainer(step: Step) -> None:
     if "trainer" in step.given:
         raise InputError(f"{trainer}: no such trainer state")
     assert step.run is not None
-    kept = [n for n in step.run.steps("trainer") if n <= step.number]
-    before = f"the latest before it is of step {kept[-1]}" if kept else "none before it is kept"
+    refuse_removed(step.run.policy(step.number))
+    first = step.run.restarts(step.number)[-1]
+    before = f"the latest before it is of step {first}" if first else "none before it is kept"
     raise InputError(
         f"{trainer}: the optimizer's state of step {step.number} is not there ({before}); restore"
-        f" it, or train the steps from there on again: exgrpo train {step.run.root} --step"
-        f" {kept[-1] if kept else 0} --force"
+        f" it, or train the steps from there on again: exgrpo train {step.run.root} --step {first}"
+        " --force"
     )
 
 
@@ -130,11 +135,15 @@ def _forget(step: Step) -> None:
 
 
 def _prune(step: Step, recipe: Recipe) -> None:
-    """Remove old trainer states, also those that a killed process was to remove."""
+    """Remove old trainer states and policies, also those that a killed process was to remove."""
     from exgrpo_cli.training.trainer_state import prune_trainers
 
-    if recipe.train.keep is not None and is_first_process():
+    if not is_first_process():
+        return
+    if recipe.train.keep is not None:
         prune_trainers(step.next_trainer, recipe.train.keep)
+    if step.run is not None and "next_policy" not in step.given:
+        prune_policies(step.run, recipe, step.number + 1)
 
 
 @contextlib.contextmanager

@@ -83,10 +83,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             yield temporary
         mask = umask()
         for folder, _, files in os.walk(temporary):
-            for name in files:
-                # safetensors writes for its owner alone; others on a cluster read policies too.
-                (Path(folder) / name).chmod(0o666 & ~mask)
-                fsync(Path(folder) / name)
+            for file in [Path(folder) / name for name in files]:
+                if file.stat().st_nlink == 1:  # a linked one is another folder's too
+                    # safetensors writes for its owner alone; others on a cluster read policies too.
+                    file.chmod(0o666 & ~mask)
+                    fsync(file)
             fsync(Path(folder))
         replaced = _put_aside(path) if path.exists() else None
         temporary.replace(path)
@@ -95,6 +96,30 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def link_file(source: Path, target: Path) -> bool:
+    """Put a file into another place too: a hard link, or a copy where there can be none.
+
+    Returns:
+        Whether it is a link.
+
+    Raises:
+        InputError: another file lies there.
+    """
+    if target.exists():
+        linked = target.samefile(source)
+        if not linked and target.read_bytes() != source.read_bytes():
+            raise InputError(f"{target}: is there already and differs from {source}")
+        return linked
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        with atomic_path(target) as temporary:
+            shutil.copyfile(source, temporary)
+        return False
+    return True
 
 
 def remove_folder(path: Path) -> None:

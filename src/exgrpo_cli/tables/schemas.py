@@ -21,7 +21,7 @@ SCHEMAS: dict[str, dict[str, Column]] = {
         "problem_id": ("VARCHAR", False, "key: the data set's own id, or a hash of the prompt"),
         "prompt": ("STRUCT(role VARCHAR, content VARCHAR)[]", False, "the chat, without answer"),
         "answer": ("VARCHAR", False, "the gold answer"),
-        "verifier": ("VARCHAR", False, "math, choice, exact, numeric, or path.py:function"),
+        "verifier": ("VARCHAR", False, "a built-in one such as math, or path.py:function"),
         "source": ("VARCHAR", False, "the data set's name; evaluation is reported by it"),
         "metadata": ("VARCHAR", True, "whatever else the row held, as JSON"),
     },

@@ -91,6 +91,24 @@ def save_trainer(
             (folder / "skipped.jsonl").write_text(text, encoding="utf-8")
 
 
+def fresh_state(step: int, notes: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``trainer.json`` of a state in which nothing was updated yet, of any policy.
+
+    Args:
+        step: of the policy.
+        notes: see :func:`save_trainer`.
+    """
+    return {
+        "format": _FORMAT,
+        "step": step,
+        "updates": 0,
+        "parameters": None,
+        "tensors": 0,
+        "metrics": {},
+        "notes": dict(notes),
+    }
+
+
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
@@ -120,7 +138,7 @@ def load_trainer(
             f" to that of step {step}"
         )
     parameters = trainable(model)
-    if description["parameters"] != len(parameters):
+    if description["parameters"] not in (None, len(parameters)):
         raise InputError(
             f"{path}: {description['parameters']} parameters were trained, this policy has"
             f" {len(parameters)}; it is another model's"
