@@ -8,8 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO_RUN := runs/demo-$(ENGINE)
+SUMS := $(BIN)/exgrpo problems reasoning_gym:chain_sum --set max_digits=2
 
-.PHONY: help setup setup-vllm demo test soak lint format types docs check clean
+.PHONY: help setup setup-vllm demo demo-exgrpo demo-grpo demo-lm test test-lm soak lint format types docs check clean
 .DEFAULT_GOAL := help
 
 help: ## show this
@@ -41,14 +42,43 @@ $(VENV)/.vllm: $(VENV)/.installed
 	fi
 	@touch $@
 
-demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(VENV)/.installed) build/demo-model ## ExGRPO on a tiny model, without a GPU
-	$(BIN)/exgrpo run $(DEMO_RUN) --recipe recipes/demo.toml --engine $(ENGINE) $(if $(STEPS),--steps $(STEPS))
+# Both runs at once, on a core each.
+demo: $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm,$(VENV)/.installed) build/demo-model ## ExGRPO and GRPO on a tiny model, without a GPU
+	@mkdir -p runs
+	@OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 demo-exgrpo demo-grpo
+	@$(BIN)/exgrpo compare exgrpo=$(DEMO_RUN) grpo=$(DEMO_RUN)-grpo --baseline grpo --out $(DEMO_RUN)/compare.html
+
+DEMO := --recipe recipes/demo.toml --engine $(ENGINE) $(if $(STEPS),--steps $(STEPS))
+demo-exgrpo:
+	$(BIN)/exgrpo run $(DEMO_RUN) $(DEMO)
+
+demo-grpo:
+	$(BIN)/exgrpo run $(DEMO_RUN)-grpo $(DEMO) --set curate.replay_ratio=0 >$(DEMO_RUN)-grpo.log 2>&1 \
+	  || { tail -n 3 $(DEMO_RUN)-grpo.log >&2; exit 1; }
 
 build/demo-model: | $(VENV)/.installed
 	$(BIN)/exgrpo demo-model $@
 
+demo-lm: $(VENV)/.vllm build/smollm2 build/sums/heldout.parquet build/sums/longer.parquet ## ExGRPO on a language model, without a GPU: an hour
+	$(BIN)/exgrpo run runs/demo-lm --recipe recipes/demo-lm.toml $(if $(STEPS),--steps $(STEPS))
+
+build/smollm2: | $(VENV)/.installed
+	$(BIN)/exgrpo demo-model $@ --from smollm2 --lessons 128
+
+build/sums/train.parquet: | $(VENV)/.installed
+	$(SUMS) --set max_terms=3 --count 2000 --out $@
+
+build/sums/heldout.parquet: | build/sums/train.parquet
+	$(SUMS) --set max_terms=3 --count 200 --seed 1 --without build/sums/train.parquet --out $@
+
+build/sums/longer.parquet: | $(VENV)/.installed
+	$(SUMS) --set min_terms=4 --set max_terms=4 --count 100 --seed 1 --out $@
+
 test: $(VENV)/.vllm ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-lm: $(VENV)/.vllm build/smollm2 ## run the tests that need demo-lm's language model
+	EXGRPO_LM=$(CURDIR)/build/smollm2 EXGRPO_REQUIRE_VLLM=1 $(BIN)/python -m pytest tests/test_lm.py
 
 soak: $(VENV)/.installed ## kill runs KILLS times, and compare them with an undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --kills $(KILLS)

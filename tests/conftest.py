@@ -97,3 +97,44 @@ def guesser(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of some success on the problems beside it (see making.guesser)."""
     folder = tmp_path_factory.mktemp("guesser")
     return making.guesser(folder)
+
+
+# Stands in for SLURM alone: runs a job's tasks at once, in the reverse of their order, with SLURM's
+# variables, and refuses a job that depends on one that it has not seen.
+SBATCH = """#!/usr/bin/env bash
+set -euo pipefail
+seen=$(dirname "$0")/jobs; touch "$seen"
+array="" deps=""
+while [[ $1 == -* ]]; do
+  case $1 in
+    --array=*) array=${1#--array=} ;;
+    --dependency=afterok:*) deps=${1#--dependency=afterok:} ;;
+  esac
+  shift
+done
+for job in ${deps//:/ }; do grep -qx "$job" "$seen"; done
+if [[ -n $array ]]; then
+  first=${array%-*} last=${array#*-}
+  for ((task = last; task >= first; task--)); do
+    SLURM_ARRAY_TASK_ID=$task SLURM_ARRAY_TASK_MIN=$first \\
+      SLURM_ARRAY_TASK_COUNT=$((last - first + 1)) bash "$@" >&2
+  done
+else
+  bash "$@" >&2
+fi
+id=$((1000 + $(wc -l < "$seen"))); echo "$id" >> "$seen"; echo "$id;cluster"
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path, exgrpo: Exgrpo) -> dict[str, str]:
+    """`exgrpo` and `sbatch` on the PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (
+        ("sbatch", SBATCH),
+        ("exgrpo", exgrpo.script),
+    ):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}

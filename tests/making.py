@@ -123,7 +123,13 @@ def write_scores(
     parts: int = 1, logprob: float = -0.25,
 ) -> None:  # fmt: skip
     """Scores under the step's policy of the rows whose id is in ``entropy``."""
-    scored = [
+    write("scores", run.scores(step), score_rows(step, rows, entropy, logprob), parts, prefix)
+
+
+def score_rows(
+    step: int, rows: list[dict], entropy: dict[str, float], logprob: float = -0.25
+) -> list[dict]:
+    return [
         {
             "rollout_id": r["rollout_id"], "policy": step_name(step), "step": step,
             "logprobs": [logprob] * len(r["token_ids"]),
@@ -133,7 +139,24 @@ def write_scores(
         for r in rows
         if r["rollout_id"] in entropy
     ]  # fmt: skip
-    write("scores", run.scores(step), scored, parts, prefix)
+
+
+def import_row(step: int, problem: str, i: int, correct: bool, text: str) -> dict[str, Any]:
+    """A trajectory of another model, that a step takes in."""
+    return rollout_row(
+        step, problem, i, text, "import", 0.0, correct=correct, mean_entropy=0.0, policy="r1",
+        rollout_id=f"i/r1/{problem}/{step}.{i}",
+    )  # fmt: skip
+
+
+def write_imports(
+    run: RunDir, step: int, rows: list[dict], entropy: dict[str, float] | None = None
+) -> None:
+    judged = [verdict_row(r["rollout_id"], r["correct"]) for r in rows]
+    scored = score_rows(step, rows, entropy) if entropy is not None else []
+    for table, made in (("rollouts", rows), ("verdicts", judged), ("scores", scored)):
+        if made:
+            write(table, run.imported(table, step) / "import-0.parquet", made)
 
 
 def write_plan(run: RunDir, step: int, rows: list[dict], extra: list[dict] | None = None) -> None:
@@ -423,6 +446,21 @@ def small_run(policy: Path) -> list[str]:
             "train.keep_every=1",
         ),
     ]  # fmt: skip
+
+
+def teacher(policy: Path) -> Path:
+    """Two successes and a failure for each of twenty problems of a guesser; and another's."""
+    lines = (policy.parent / "problems.jsonl").read_text().splitlines()[:20]
+    rows = [
+        {"prompt": row["prompt"], "generations": [f"{a}\\boxed{{{b}}}" for a, b in (
+            ("c", row["answer"]), ("a", row["answer"]), ("f", "8" if row["answer"] != "8" else "0")
+        )]}
+        for row in map(json.loads, lines)
+    ]  # fmt: skip
+    file = policy.parent / "teacher.jsonl"
+    rows.append({"prompt": "of another set", "generations": ["x"]})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def settings(*sets: str) -> list[str]:

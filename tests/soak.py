@@ -10,6 +10,7 @@ row, every weight and optimizer tensor to the bit.
 - ``times``: ``exgrpo run`` is killed at random times, by SIGKILL or SIGTERM.
 - ``shards``: the stages by hand, in several processes at once that are killed at random.
 - ``back``: a step is trained again, and then sampled again, by commands that die as in ``points``.
+- ``sides``: ``exgrpo run`` with a lag, or one of its two sides, is killed at random times.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -111,6 +114,10 @@ class Process:
             self.kill(signal.SIGKILL)
             raise AssertionError(f"{self.words}: still at work after {timeout} s\n{self.said()}")
         return int(self._child.exitcode)
+
+    @property
+    def pid(self) -> int:
+        return int(self._child.pid)
 
     def runs(self) -> bool:
         return bool(self._child.is_alive())
@@ -307,7 +314,7 @@ class World:
 def leftovers(run: Path) -> list[Path]:
     """Files and folders in a run whose writers have not finished them."""
     found = [path for path in run.rglob("*") if path.name.startswith((".", "tmp_"))]
-    return [path for path in found if path.name != ".lock"]
+    return [path for path in found if not path.name.startswith(".lock")]
 
 
 # --- the ways -------------------------------------------------------------------------------
@@ -433,7 +440,42 @@ def _finish(world: World, run: Path, commands: list[list[object]]) -> None:
         commands = left
 
 
-WAYS = {"points": points, "times": times, "shards": shards, "back": back}
+def sides(world: World, kills: int) -> None:
+    """At least so many kills of lagged runs: of the run, of what samples, or of what trains."""
+    recipe = [*world.recipe, "--set", "loop.lag=1"]
+    plain = world.new()
+    world.succeed("run", plain, *recipe)
+    until = world.kills["sides"] + kills
+    while world.kills["sides"] < until:
+        run = world.new()
+        while True:
+            process = Process(["run", run, *recipe], world.log(run))
+            deadline = time.monotonic() + world.rng.uniform(0.1, 2 * world.seconds)
+            while process.runs() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            at_work = [psutil.Process(process.pid)] if process.runs() else []
+            at_work += [child for one in at_work for child in one.children() if _is_side(child)]
+            for victim in world.rng.sample(at_work, min(len(at_work), 1)):
+                victim.kill()
+            code = process.wait()
+            assert psutil.wait_procs(at_work, timeout=60)[1] == []
+            if code == 0:
+                break
+            assert code in (1, -signal.SIGKILL), f"exit code {code}\n{process.said()}"
+            world.kills["sides"] += 1
+            world.look(run)
+        world.compare(run, plain)
+        world.sweep(run)
+        shutil.rmtree(run)
+
+
+def _is_side(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "--only" in process.cmdline()
+    return False
+
+
+WAYS = {"points": points, "times": times, "shards": shards, "back": back, "sides": sides}
 
 
 def main() -> None:

@@ -21,47 +21,6 @@ from making import settings, small_run
 ROOT = Path(__file__).parents[1]
 Exgrpo = Callable[..., Any]
 
-# Stands in for SLURM alone: runs a job's tasks at once, in the reverse of their order, with SLURM's
-# variables, and refuses a job that depends on one that it has not seen.
-SBATCH = """#!/usr/bin/env bash
-set -euo pipefail
-seen=$(dirname "$0")/jobs; touch "$seen"
-array="" deps=""
-while [[ $1 == -* ]]; do
-  case $1 in
-    --array=*) array=${1#--array=} ;;
-    --dependency=afterok:*) deps=${1#--dependency=afterok:} ;;
-  esac
-  shift
-done
-for job in ${deps//:/ }; do grep -qx "$job" "$seen"; done
-if [[ -n $array ]]; then
-  first=${array%-*} last=${array#*-}
-  for ((task = last; task >= first; task--)); do
-    SLURM_ARRAY_TASK_ID=$task SLURM_ARRAY_TASK_MIN=$first \\
-      SLURM_ARRAY_TASK_COUNT=$((last - first + 1)) bash "$@" >&2
-  done
-else
-  bash "$@" >&2
-fi
-id=$((1000 + $(wc -l < "$seen"))); echo "$id" >> "$seen"; echo "$id;cluster"
-"""
-
-
-@pytest.fixture
-def environment(tmp_path: Path, exgrpo: Exgrpo) -> dict[str, str]:
-    """`exgrpo` and `sbatch` on the PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in (
-        ("sbatch", SBATCH),
-        ("exgrpo", exgrpo.script),
-    ):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-
-
 # Stands in for exgrpo where only make's decisions matter: notes what it is told, makes the files
 # that are missing as the stages do, and leaves others as they are.
 RECORDER = """#!/usr/bin/env bash
@@ -73,7 +32,13 @@ name=$(printf step-%05d "$step") next=$(printf step-%05d $((step + 1)))
 case $stage in
   curate) mkdir -p "$run/curated"; [[ -e $run/curated/$name.parquet ]] ||
     touch "$run/curated/$name.parquet" ;;
-  train) mkdir -p "$run/policy/$next" ;;
+  train) # with AHEAD, only where the next step is sampled at the same time
+    for ((i = 0; i < ${AHEAD:-0} && step < 2; i++)); do
+      ! grep -qx "rollout $((step + 1))" "$run/calls" || break
+      sleep 0.05
+    done
+    ((i < ${AHEAD:-1}))
+    mkdir -p "$run/policy/$next" ;;
   *) mkdir -p "$run/${folders[$stage]}/$name"
     for part in 00000 00001 00002; do
       file=$run/${folders[$stage]}/$name/part-$part-of-00003.parquet
@@ -83,21 +48,34 @@ esac
 """
 
 
-def test_make_does_only_what_is_missing(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    return run
+
+
+@pytest.fixture
+def make(tmp_path: Path, run: RunDir) -> Callable[..., list[str]]:
+    """Makes so many steps; what it calls."""
     recorder = tmp_path / "exgrpo"
     recorder.write_text(RECORDER)
     recorder.chmod(0o755)
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
 
-    def make(steps: int) -> list[str]:
+    def make(steps: int, **environment: str) -> list[str]:
         (run.root / "calls").unlink(missing_ok=True)
         words = ["-j2", "-f", "recipes/iterate.mk", f"RUN={run.root}", f"STEPS={steps}"]
         subprocess.run(
-            ["make", *words, f"EXGRPO={recorder}"], cwd=ROOT, check=True, capture_output=True
-        )
+            ["make", *words, f"EXGRPO={recorder}"], cwd=ROOT, check=True, capture_output=True,
+            env=os.environ | environment,
+        )  # fmt: skip
         calls = run.root / "calls"
         return calls.read_text().splitlines() if calls.exists() else []
+
+    return make
+
+
+def test_make_does_only_what_is_missing(run: RunDir, make: Callable[..., list[str]]) -> None:
 
     def iteration(step: int) -> list[str]:
         return [f"{stage} {step}" for stage in ("rollout", "score", "verify", "curate", "train")]
@@ -122,6 +100,44 @@ def test_make_does_only_what_is_missing(tmp_path: Path) -> None:
     assert ordered(make(3)) == iteration(2)
     assert part.exists()
     assert make(3) == []
+
+
+LAGGED = "[curate]\nquestions = 3\n\n[loop]\nsteps = 3\nlag = {}\n"
+
+
+def test_make_samples_ahead_by_the_recipes_lag(run: RunDir, make: Callable[..., list[str]]) -> None:
+    run.recipe.write_text(LAGGED.format(1))
+    calls = make(3, AHEAD="200")
+    for step in (0, 1):
+        assert calls.index(f"curate {step}") < calls.index(f"rollout {step + 1}")
+    assert calls.index("train 0") < calls.index("rollout 2")
+    assert len(calls) == 15
+    assert make(3) == []
+
+
+def test_submit_waits_for_what_each_job_reads(run: RunDir, tmp_path: Path) -> None:
+    script = """#!/usr/bin/env bash
+        for word; do case $word in
+          --job-name=*) name=${word#*=} ;; --dependency=afterok:*) after=${word#*:} ;;
+        esac; done
+        echo "$name ${after:-}" >> "$(dirname "$0")/jobs"; echo "$name"
+    """
+    (tmp_path / "sbatch").write_text(script)
+    (tmp_path / "sbatch").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for lag in range(3):
+        run.recipe.write_text(LAGGED.format(lag))
+        (tmp_path / "jobs").unlink(missing_ok=True)
+        command = ["recipes/slurm/submit.sh", str(run.root), "4", "4"]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        lines = (tmp_path / "jobs").read_text().splitlines()
+        jobs = (line.split(" ") for line in lines)
+        after = {name: set(others.split(":")) - {""} for name, others in jobs}
+        for step in range(4, 8):
+            reads = {f"curate-{step - 1}", f"train-{step - lag - 1}"}
+            assert after[f"rollout-{step}"] == reads & after.keys()
+            assert after[f"train-{step}"] == {f"curate-{step}", f"train-{step - 1}"} & after.keys()
+            assert after[f"curate-{step}"] == {f"verify-{step}", f"score-{step}"}
 
 
 def test_what_was_sent_ahead_ends_in_peace_once_every_question_is_retired(

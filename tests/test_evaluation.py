@@ -17,6 +17,7 @@ from exgrpo_cli.evaluation import (
     pass_at_k,
     powers_of_two,
     summarise,
+    t_half_width,
 )
 
 
@@ -190,3 +191,14 @@ def test_format_table_shows_sources_literally_and_the_overall_line_last() -> Non
     assert "50.0% [50.0%, 50.0%]" in lines[0]
     assert lines[-1].startswith("overall")
     assert "75.0% [50.0%, 100.0%]" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("n", "t"), [(2, 12.7062), (3, 4.30265), (4, 3.18245), (5, 2.77645), (31, 2.04227)]
+)
+def test_t_half_widths_known_values(n: int, t: float) -> None:
+    values = [0.1, 0.3, *[0.2] * (n - 2)]
+    deviation = (0.02 / (n - 1)) ** 0.5
+    assert t_half_width(values) == pytest.approx(t * deviation / n**0.5, rel=1e-5)
+    assert t_half_width(values[:1]) is None
+    assert t_half_width(values, 0.5) < t_half_width(values)  # type: ignore[operator]

@@ -16,6 +16,7 @@ import pytest
 from polars.testing import assert_frame_equal
 from safetensors.numpy import load_file
 
+from exgrpo_cli.metrics import spent
 from exgrpo_cli.rundir import RunDir
 from making import parts, settings, small_run
 
@@ -70,6 +71,17 @@ def test_the_loop_leaves_a_whole_run(looped: RunDir) -> None:
     assert metrics[1]["train/replayed_rows"] == pl.read_parquet(looped.curated(1)).height
     assert looped.report.exists()
     assert looped.recipe.exists()
+
+
+def test_what_was_spent_is_what_the_tables_hold(looped: RunDir) -> None:
+    sampled = [parts(looped.rollouts(step)) for step in range(3)]
+    sums = {name: dict(points)[3] for name, points in spent(looped.read_metrics()).items()}
+    assert sums["tokens"] == sum(len(ids) for frame in sampled for ids in frame["token_ids"])
+    fresh = [frame.filter(role="fresh")["problem_id"].n_unique() for frame in sampled]
+    assert sums["questions"] == sum(fresh)
+    assert sampled[2].filter(role="replay").height > 0
+    assert sums["updates"] == 3
+    assert sums["seconds"] > 0
 
 
 def test_metrics_reach_the_tracker(looped: RunDir) -> None:

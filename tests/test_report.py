@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.inspect import charts
 from exgrpo_cli.inspect.groups import example_groups
 from exgrpo_cli.inspect.report import _columns, write_report
-from exgrpo_cli.metrics import evaluation_names, learning_curve, replay_start, series
+from exgrpo_cli.metrics import evaluation_names, learning_curve, replay_start, series, spent
 from exgrpo_cli.recipe import Recipe, parse_recipe, to_toml
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
@@ -32,37 +31,7 @@ from made_run import (
     verdict_rows,
     write,
 )
-
-_VOID = {"meta", "br", "img", "link", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Checks that tags nest, and collects what the tests ask for."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in _VOID:
-            self.open.append(tag)
-            self.texts.setdefault(tag, []).append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open:
-            self.texts[self.open[-1]][-1] += data
-
-    def labels(self) -> list[str]:
-        return [attrs["aria-label"] or "" for tag, attrs in self.tags if tag == "svg"]
+from page import Page
 
 
 def _page(run: RunDir) -> Page:
@@ -139,6 +108,27 @@ def test_report_of_an_empty_directory(tmp_path: Path) -> None:
     page = _page(RunDir(tmp_path / "new"))
     assert "no metrics yet" in page.texts["small"]
     assert "svg" not in page.texts
+
+
+def test_the_timeline_says_who_waited(tmp_path: Path) -> None:
+    """Step 1 is sampled while step 0 is trained, and its training waits for that."""
+    run = RunDir(tmp_path)
+    for step, stage, began, ended in (
+        (0, "rollout", 0, 20), (0, "train", 20, 30), (1, "rollout", 20, 45), (1, "train", 45, 60),
+        (1, "evaluate/held", 46, 50), (1, "evaluate/ood", 50, 58),
+    ):  # fmt: skip
+        at = {f"time/{stage}_began": 1e9 + began, f"time/{stage}_ended": 1e9 + ended}
+        spent_here = {f"time/{stage}": ended - began, "train/lag": float(step)}
+        run.record(step, f"time-{stage.replace('/', '-')}", at | spent_here)
+    page = _page(run)
+    words = "when each stage was at work, steps 0 to 1: sampling 75% of the time, training 42%"
+    assert words in page.texts["p"]
+    bars = [title for title in page.texts["title"] if ", step 1: " in title]
+    assert bars == [
+        "rollout, step 1: 25 s", "train, step 1: 15 s",
+        "evaluate, step 1: 4 s", "evaluate, step 1: 8 s",
+    ]  # fmt: skip
+    assert spent(run.read_metrics())["seconds"] == [(0.0, 0.0), (1.0, 30.0), (2.0, 60.0)]
 
 
 @pytest.mark.parametrize(

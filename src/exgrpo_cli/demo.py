@@ -6,6 +6,10 @@ result: ``7+5=12;12*3=16;16-8=8;\\boxed{8}``. The model is a Qwen2 of half a mil
 over characters. Its supervised warm-up has two phases: first correct work, then work with
 *misconceptions* (some operations are often off by one), which leaves a policy that knows the facts
 and has bad habits, so that reinforcement learning has something to find within minutes on a CPU.
+
+The *weak* start is for experiments: worse habits, longer chains in the warm-up, and every result
+is boxed (``\\boxed{12,16,8}``), so that no answer is right by chance, as one in twenty is in the
+demo.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +47,27 @@ SLIPS = {"+": 0.05, "-": 0.5, "*": 0.2}
 
 PHASES = ((500, 3e-3, False), (120, 7e-4, True))
 """The warm-up's phases: optimizer steps, peak learning rate, whether the work has slips."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a model is warmed up, and on what."""
+
+    slips: dict[str, float]
+    phases: tuple[tuple[int, float, bool], tuple[int, float, bool]]
+    longest: int
+    """Operations of the longest chains of the warm-up."""
+    totals: bool
+    """Whether the answer is every operation's result, not only the last one's."""
+
+
+DEMO = Start(SLIPS, PHASES, longest=6, totals=False)
+WEAK = Start(
+    {"+": 0.3, "-": 0.85, "*": 0.6},
+    ((1000, 3e-3, False), (150, 7e-4, True)),
+    longest=9,
+    totals=True,
+)
 
 _RAMP = 30  # steps over which a phase's learning rate rises
 _ROWS, _MICRO = 32, 8  # rows of a batch, and of one pass
@@ -73,7 +99,11 @@ def prompt_of(chain: Chain) -> str:
 
 
 def work_out(
-    chain: Chain, slips: dict[str, float] | None = None, rng: random.Random | None = None
+    chain: Chain,
+    slips: dict[str, float] | None = None,
+    rng: random.Random | None = None,
+    *,
+    totals: bool = False,
 ) -> str:
     """The response: ``7+5=12;12*3=16;16-8=8;\\boxed{8}``.
 
@@ -82,18 +112,20 @@ def work_out(
         slips: probability, by operator, that a result is off by one (up or down); the
             operations after it go on from the wrong value. None: correct work.
         rng: source of the slips; needed with ``slips``.
+        totals: box every result.
     """
-    value, text = chain[0], ""
+    value, text, results = chain[0], "", []
     for operator, operand in chain[1]:
         result = apply(value, operator, operand)
         if slips and rng and rng.random() < slips[operator]:
             result = (result + rng.choice((-1, 1))) % MODULUS
         text += f"{value}{operator}{operand}={result};"
         value = result
-    return f"{text}\\boxed{{{value}}}"
+        results.append(str(value))
+    return f"{text}\\boxed{{{','.join(results if totals else results[-1:])}}}"
 
 
-def demo_problems(seed: int = 0) -> dict[str, list[dict[str, str]]]:
+def demo_problems(seed: int = 0, start: Start = DEMO) -> dict[str, list[dict[str, str]]]:
     """The demo's problems, all different.
 
     Returns:
@@ -111,14 +143,16 @@ def demo_problems(seed: int = 0) -> dict[str, list[dict[str, str]]]:
             if prompt in seen:
                 continue
             seen.add(prompt)
-            answer = re.findall(r"\d+", work_out(chain))[-1]
+            boxed = re.search(r"{(.*)}", work_out(chain, totals=start.totals))
+            assert boxed is not None
             identity = f"{split}-{len(rows):04d}"
-            rows.append({"id": identity, "prompt": prompt, "answer": answer, "source": source})
+            row = {"id": identity, "prompt": prompt, "answer": boxed[1], "source": source}
+            rows.append(row | ({"verifier": "exact"} if start.totals else {}))
         splits[split] = rows
     return splits
 
 
-def write_demo_problems(out: Path, seed: int = 0) -> dict[str, Path]:
+def write_demo_problems(out: Path, seed: int = 0, start: Start = DEMO) -> dict[str, Path]:
     """Write ``train.jsonl``, ``heldout.jsonl`` and ``ood.jsonl`` into a folder.
 
     The same seed gives the same bytes.
@@ -132,7 +166,7 @@ def write_demo_problems(out: Path, seed: int = 0) -> dict[str, Path]:
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; give a folder for the demo problems")
     paths = {}
-    for split, rows in demo_problems(seed).items():
+    for split, rows in demo_problems(seed, start).items():
         paths[split] = out / f"{split}.jsonl"
         write_text(paths[split], "".join(json.dumps(row) + "\n" for row in rows))
     return paths
@@ -191,6 +225,7 @@ def make_demo_model(
     log: Callable[[str], None] | None = None,
     device: str = "cpu",
     *,
+    start: Start = DEMO,
     force: bool = False,
     steps: tuple[int, int] | None = None,
     samples: int = 300,
@@ -202,8 +237,9 @@ def make_demo_model(
         seed: of the weights and of the warm-up's problems.
         log: for a line of progress now and then.
         device: where to train.
+        start: the demo's, or the weak one.
         force: whether a folder that is already there is replaced.
-        steps: optimizer steps of the two phases; default 500 and 120.
+        steps: optimizer steps of the two phases; default those of ``start``.
         samples: held-out problems for the accuracy, at most 300; 0 measures none.
 
     Returns:
@@ -218,17 +254,14 @@ def make_demo_model(
 
     from exgrpo_cli.models import resolve_device
 
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out}: is a file; give a folder for the demo model")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise InputError(f"{out}: exists and is not empty; give another folder, or --force")
+    target_folder(out, force)
     place = resolve_device(device)
     say = log or (lambda line: None)
     started = time.monotonic()
     tokenizer = make_tokenizer()
-    with _reproducible(seed):
+    with reproducible(seed):
         model = Qwen2ForCausalLM(model_config(tokenizer)).to(place)
-        loss = _warm_up(model, tokenizer, seed, steps or (PHASES[0][0], PHASES[1][0]), say)
+        loss = _warm_up(model, tokenizer, seed, start, steps, say)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -237,7 +270,8 @@ def make_demo_model(
         model.to("cpu", torch.float32).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if samples:
-            accuracy = _pass_at_1(folder, demo_problems()["heldout"][:samples], seed, device)
+            held_out = demo_problems(start=start)["heldout"][:samples]
+            accuracy = _pass_at_1(folder, held_out, seed, device)
     seconds = time.monotonic() - started
     if accuracy is not None:
         say(f"held-out pass@1 {accuracy:.3f} at temperature 1, after {seconds:.0f} s")
@@ -250,8 +284,20 @@ def make_demo_model(
     }
 
 
+def target_folder(out: Path, force: bool) -> None:
+    """Refuse a folder for a model that is a file, or (without ``force``) holds something.
+
+    Raises:
+        InputError: it is, or does.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file; give a folder for the demo model")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise InputError(f"{out}: exists and is not empty; give another folder, or --force")
+
+
 @contextlib.contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
+def reproducible(seed: int) -> Iterator[None]:
     """Seed torch and fix its threads (sums depend on their number); restore both afterwards."""
     import torch
 
@@ -269,22 +315,25 @@ def _warm_up(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
-    steps: tuple[int, int],
+    start: Start,
+    steps: tuple[int, int] | None,
     say: Callable[[str], None],
 ) -> float:
     """Supervised training in place: AdamW, batches of 32, a trapezoid for each phase.
 
-    The loss is the mean over response tokens. Problems have 1 to 6 operations; those of the
-    held-out set are never drawn, and the longer ones cannot be. Returns the last loss.
+    The loss is the mean over response tokens. Those problems that are evaluated are never drawn.
+    Returns the last loss.
     """
     import torch
     from torch.nn.functional import cross_entropy
 
-    held_out = {row["prompt"] for row in demo_problems()["heldout"]}
+    problems = demo_problems()
+    held_out = {row["prompt"] for split in ("heldout", "ood") for row in problems[split]}
     rng = random.Random(f"warm-up {seed}")
     model.train()
     value = math.nan
-    for phase, (count, (_, peak, slipping)) in enumerate(zip(steps, PHASES, strict=True)):
+    for phase, (usual, peak, slipping) in enumerate(start.phases):
+        count = steps[phase] if steps else usual
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01
         )
@@ -294,7 +343,7 @@ def _warm_up(
             shape = min(1.0, (step + 1) / _RAMP, (count - step) / (0.4 * count))
             for group in optimizer.param_groups:
                 group["lr"] = peak * shape
-            batch = _batch(tokenizer, rng, held_out, SLIPS if slipping else None)
+            batch = _batch(tokenizer, rng, held_out, start.slips if slipping else None, start)
             tokens = sum(int((labels >= 0).sum()) for _, labels in batch)
             optimizer.zero_grad()
             value = 0.0
@@ -321,6 +370,7 @@ def _batch(
     rng: random.Random,
     held_out: set[str],
     slips: dict[str, float] | None,
+    start: Start = DEMO,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A batch as passes of rows of like length, so that little is padding.
 
@@ -334,9 +384,9 @@ def _batch(
     end = [tokenizer.eos_token_id]
     texts: list[tuple[int, list[int]]] = []  # length of the prompt, token ids
     while len(texts) < _ROWS:
-        chain = draw_chain(rng, 1, 6)
+        chain = draw_chain(rng, 1, start.longest)
         if (prompt := prompt_of(chain)) not in held_out:
-            text = prompt + work_out(chain, slips, rng)
+            text = prompt + work_out(chain, slips, rng, totals=start.totals)
             texts.append((len(prompt), tokenizer(text).input_ids + end))
     texts.sort(key=lambda item: len(item[1]))
     passes = []
@@ -367,7 +417,7 @@ def _pass_at_1(folder: Path, problems: list[dict[str, str]], seed: int, device: 
         for i, row in enumerate(problems)
     ]
     solved = 0
-    for completion in engine.generate(requests, Sampling(temperature=1.0, max_new_tokens=72)):
+    for completion in engine.generate(requests, Sampling(temperature=1.0, max_new_tokens=96)):
         text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
         solved += text.endswith(f"\\boxed{{{problems[completion.index]['answer']}}}")
     engine.close()

@@ -104,6 +104,46 @@ def _resampled_means(data: Floats, resamples: int, rng: np.random.Generator) -> 
     return np.asarray(drawn @ distinct / data.size)
 
 
+def t_half_width(values: ArrayLike, level: float = 0.95) -> float | None:
+    """Half the width of Student's t interval of a mean (Student 1908), of a few runs for instance.
+
+    Args:
+        values: independent ones, or differences of pairs; any shape.
+        level: of confidence.
+
+    Returns:
+        t · s / √n; None where there are fewer than two values.
+    """
+    data = np.asarray(values, dtype=np.float64).ravel()
+    if data.size < 2:
+        return None
+    t = _t_quantile((1.0 + level) / 2.0, data.size - 1)
+    return float(t * data.std(ddof=1) / math.sqrt(data.size))
+
+
+def _t_quantile(share: float, freedom: int) -> float:
+    """The quantile of Student's t for a share above 1/2, by bisection of its angle."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_share(middle, freedom) < share else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _t_share(angle: float, freedom: int) -> float:
+    """P(t < tan(angle) · √freedom): Abramowitz and Stegun 1964, 26.7.3 and 26.7.4."""
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    odd = freedom % 2
+    term = total = math.cos(angle) if odd else 1.0
+    for i in range(2 + odd, freedom, 2):
+        term *= square * (i - 1) / i
+        total += term
+    if not odd:
+        return (1 + sine * total) / 2
+    inner = angle + (sine * total if freedom > 1 else 0.0)
+    return 0.5 + inner / math.pi
+
+
 def powers_of_two(samples: int) -> list[int]:
     """1, 2, 4, ... up to and including ``samples`` where it is a power of two."""
     return [1 << i for i in range(samples.bit_length())]

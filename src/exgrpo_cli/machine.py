@@ -50,22 +50,28 @@ def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]
     Raises:
         InputError: there are not so many GPUs.
     """
-    import torch
-
-    there = torch.cuda.device_count()
-    if there == 0:
-        return _core_shares(count)
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(number) for number in range(there)]
-    if count * gpus_each > there:
+    names = gpus()
+    if not names:
+        return core_shares(count)
+    if count * gpus_each > len(names):
         raise InputError(
             f"{count} processes of {gpus_each} GPUs each need {count * gpus_each} GPUs, and"
-            f" {there} are here; see rollout.processes, rollout.tensor_parallel, score.processes"
+            f" {len(names)} are here; see rollout.processes, rollout.tensor_parallel,"
+            " score.processes"
         )
     return [
         {"CUDA_VISIBLE_DEVICES": ",".join(names[i * gpus_each : (i + 1) * gpus_each])}
         for i in range(count)
     ]
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` calls them."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
+    return names[: torch.cuda.device_count()]
 
 
 def cores() -> list[int]:
@@ -80,7 +86,9 @@ def core_share(count: int) -> int:
     return max(len(cores()) // count, 1)
 
 
-def _core_shares(count: int) -> list[dict[str, str]]:
+def core_shares(count: int) -> list[dict[str, str]]:
+    """Environment variables for processes that share this machine's cores, where the environment
+    does not say which already."""
     each = core_share(count)
     shares = []
     for number in range(count):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from exgrpo_cli.errors import InputError
@@ -14,6 +17,8 @@ from exgrpo_cli.rundir import RunDir
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of ``metrics.jsonl``."""
+
+STAGES = ("rollout", "verify", "score", "curate", "train")
 
 
 def learning_curve(metrics: Metrics, width: int = 40) -> str:
@@ -65,8 +70,16 @@ def _spread(points: list[Point], count: int) -> list[Point]:
     return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
 
 
-def series(metrics: Metrics, name: str) -> list[Point]:
-    """(step, value) of a metric, where it is there and finite, in step order."""
+def series(metrics: Metrics, name: str | tuple[str, str]) -> list[Point]:
+    """(step, value) of a metric, where it is there and finite, in step order.
+
+    Args:
+        metrics: lines of ``metrics.jsonl``.
+        name: the metric; or two, for the first one's share of the second.
+    """
+    if not isinstance(name, str):
+        part, whole = (dict(series(metrics, one)) for one in name)
+        return [(step, value / whole[step]) for step, value in part.items() if whole.get(step)]
     found = []
     for line in metrics:
         value = line.get(name)
@@ -96,6 +109,104 @@ def evaluation_names(metrics: Metrics, by_source: bool = False) -> list[str]:
         if key.startswith("eval/") and key.endswith(suffix)
     )
     return [n for n in names if any(n.startswith(f"{s}/") for s in names) == by_source]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a stage of a step was at work, seconds since the epoch."""
+
+    stage: str
+    """A stage's name, or ``evaluate``."""
+    step: int
+    began: float
+    ended: float
+
+
+def spans(metrics: Metrics) -> list[Span]:
+    """The stages of all steps, where it was recorded when they were at work, in order of time."""
+    found = []
+    for line in metrics:
+        for name, began in line.items():
+            ended = line.get(f"{name.removesuffix('_began')}_ended")
+            if name.startswith("time/") and name.endswith("_began") and began and ended:
+                stage = name.removeprefix("time/").removesuffix("_began").split("/")[0]
+                found.append(Span(stage, int(line["step"]), float(began), float(ended)))
+    return sorted(found, key=lambda span: span.began)
+
+
+def busy(spans: Iterable[Span]) -> Callable[[float], float]:
+    """Seconds in which at least one of some stages was at work, up to a time.
+
+    Args:
+        spans: in order of time.
+
+    Returns:
+        Takes the time, seconds since the epoch (``math.inf``: all of it).
+    """
+    begins: list[float] = []
+    ends: list[float] = []
+    for span in spans:
+        if ends and span.began <= ends[-1]:
+            ends[-1] = max(ends[-1], span.ended)
+        else:
+            begins.append(span.began)
+            ends.append(span.ended)
+    sums = list(accumulate((b - a for a, b in zip(begins, ends, strict=True)), initial=0.0))
+
+    def until(at: float) -> float:
+        count = bisect(begins, at)
+        return sums[count] - max(ends[count - 1] - at, 0.0) if count else 0.0
+
+    return until
+
+
+def spent(metrics: Metrics) -> dict[str, list[Point]]:
+    """What a run had spent before each step, of all steps before it together.
+
+    Args:
+        metrics: lines of ``metrics.jsonl``.
+
+    Returns:
+        (step, sum) from step 0 up to the first step that has no such number, of ``tokens`` (that
+        were sampled), ``questions`` (fresh ones, one that comes again counted again), ``updates``
+        of the optimizer and ``seconds`` in the stages (evaluations are left out; those in which
+        several were at work count once).
+    """
+    lines = {int(line["step"]): line for line in metrics}
+    stages_at_work = [span for span in spans(metrics) if span.stage in STAGES]
+    trained = {span.step: span.ended for span in stages_at_work if span.stage == "train"}
+    worked = busy(stages_at_work)
+
+    def tokens(step: int, line: Mapping[str, Any]) -> float:
+        rows = line["train/rows"] - line["train/replayed_rows"]
+        return float(line["rollout/tokens_mean"] * rows)
+
+    def questions(step: int, line: Mapping[str, Any]) -> float:
+        groups = line["train/groups"]  # the first step has no plan: all of them are fresh
+        return float(lines[step - 1]["plan/fresh"] if step else groups)
+
+    def seconds(step: int, line: Mapping[str, Any]) -> float:
+        if line.get("train/lag"):  # the stages overlap
+            return worked(trained[step]) - worked(trained[step - 1])
+        stages = {f"time/{stage}": 0.0 for stage in STAGES if stage not in ("rollout", "train")}
+        optional = sum(line.get(name) or default for name, default in stages.items())
+        return float(line["time/rollout"] + line["time/train"] + optional)
+
+    found = {}
+    for name, cost in {
+        "tokens": tokens,
+        "questions": questions,
+        "updates": lambda step, line: float(line["train/updates"]),
+        "seconds": seconds,
+    }.items():
+        points = [(0.0, 0.0)]
+        for step in range(len(lines)):
+            try:
+                points.append((step + 1.0, points[-1][1] + cost(step, lines[step])))
+            except (KeyError, TypeError):  # not recorded, or null
+                break
+        found[name] = points
+    return found
 
 
 def replay_start(metrics: Metrics) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from exgrpo_cli.errors import InputError, first_line
-from exgrpo_cli.recipe import ModelSettings, Recipe
+from exgrpo_cli.recipe import Autocast, ModelSettings, Recipe
 from exgrpo_cli.rundir import refuse_removed
 
 if TYPE_CHECKING:
@@ -190,6 +190,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported():
         return torch.bfloat16
     return torch.float32
+
+
+def autocasts(device: torch.device, setting: Autocast) -> bool:
+    """Whether a device computes in bfloat16, see ``train.autocast``."""
+    import torch
+
+    if device.type == "cuda":
+        return bool(setting) and torch.cuda.is_bf16_supported()
+    return device.type == "cpu" and setting == "always"
 
 
 def training_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:

@@ -69,7 +69,7 @@ def prune_policies(run: RunDir, recipe: Recipe, after: int) -> list[int]:
     there = [step for step in made if not run.is_removed(step)]
     gone = removable(
         there,
-        recent=recipe.train.keep_policies,
+        recent=max(recipe.train.keep_policies, recipe.loop.lag + 1),  # sampling may need them
         every=recipe.train.keep_every,
         evaluated=_accuracies(run, there),
         needed=[step for step in there if _is_needed(run, recipe, step)],

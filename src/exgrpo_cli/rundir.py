@@ -8,7 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,19 @@ def step_name(step: int) -> str:
     return f"step-{step:05d}"
 
 
+def step_number(name: str) -> int | None:
+    """The step of :func:`step_name`; None for any other name."""
+    match = re.fullmatch(r"step-(\d{5,})", name)
+    return int(match[1]) if match else None
+
+
 REMOVED = "REMOVED"
 """The file that is left in the folder of a policy that was removed; it says why."""
 
 LOCK_VARIABLE = "EXGRPO_LOCKED_RUN"
 """Environment variable with the run whose lock a parent process holds."""
+
+_LOCKS = {"curate": ".lock", "train": ".lock.train"}
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,15 @@ class RunDir:
         """Parts ``part-*`` score the step's rollouts, ``replay-*`` the replay candidates."""
         return self.root / "scores" / step_name(step)
 
+    def imported(self, kind: str, step: int) -> Path:
+        """Trajectories of others that a step takes in beside its own ``rollouts``; their
+        ``verdicts`` and ``scores``."""
+        return self.root / kind / f"{step_name(step)}-import"
+
+    def imports(self, step: int) -> list[Path]:
+        """The files of :meth:`imported` rollouts; each is whole."""
+        return sorted(self.imported("rollouts", step).glob("[!.]*.parquet"))
+
     def curated(self, step: int) -> Path:
         return self.root / "curated" / f"{step_name(step)}.parquet"
 
@@ -123,9 +140,9 @@ class RunDir:
         found = []
         if folder.is_dir():
             for path in folder.iterdir():
-                match = re.fullmatch(r"step-(\d{5,})(\.parquet)?", path.name)
-                if match:
-                    found.append(int(match[1]))
+                number = step_number(path.name.removesuffix(".parquet"))
+                if number is not None:
+                    found.append(number)
         return sorted(set(found))
 
     def is_removed(self, step: int) -> bool:
@@ -185,30 +202,48 @@ class RunDir:
             )
         return None
 
-    def record(self, step: int, stage: str, metrics: dict[str, Any]) -> None:
+    def record(
+        self, step: int, stage: str, metrics: dict[str, Any], *, widen: bool = False
+    ) -> None:
         """Leave a stage's metrics for a step and renew ``metrics.jsonl``.
 
         Each stage writes its own ``metrics/step-…/STAGE.json``; ``metrics.jsonl`` is those merged,
         a line a step, so a stage that is run again replaces its own numbers and no line is lost or
-        doubled when a job is killed.
+        doubled when a job is killed, or when several stages record at the same time.
 
         Args:
             step: t.
             stage: the file's name.
             metrics: slash-grouped names (``reward/mean``) to numbers; what is not finite is null.
+            widen: a time that others recorded as ``..._began`` stays where it is earlier, and one
+                as ``..._ended`` where it is later.
         """
         finite = {name: finite_or_none(value) for name, value in metrics.items()}
-        write_json(self.stage_metrics(step, stage), finite)
-        # Lines of earlier steps stand; this step's, the one before (a kill may have come between
-        # its two files) and any that are missing are made anew from the stages' files.
-        self.renew_metrics(step - 1)
+        file = self.stage_metrics(step, stage)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(self.root / "metrics" / ".lock"):
+            if widen and file.exists():
+                for name, value in read_json(file, "remove it").items():
+                    first = min if name.endswith("_began") else max
+                    if name.endswith(("_began", "_ended")):
+                        finite[name] = first(value, finite.get(name, value))
+            write_json(file, finite)
+            # Lines of earlier steps stand; this step's, the one before (a kill may have come
+            # between its two files) and any that are missing are made anew from the stages' files.
+            self._renew_metrics(step - 1)
 
-    def renew_metrics(self, first: int = 0) -> None:
-        """Make lines of ``metrics.jsonl`` from the stages' files: from a step on, and missing ones.
+    def renew_metrics(self) -> None:
+        """Make all lines of ``metrics.jsonl`` anew from the stages' files.
 
         Raises:
             InputError: a file is damaged.
         """
+        if (self.root / "metrics").is_dir():
+            with _exclusive(self.root / "metrics" / ".lock"):
+                self._renew_metrics(0)
+
+    def _renew_metrics(self, first: int) -> None:
+        """Those from a step on, and missing ones."""
         try:
             lines = {line["step"]: line for line in self.read_metrics()} if first > 0 else {}
         except InputError:
@@ -225,25 +260,34 @@ class RunDir:
             write_text(self.metrics, text)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, *sides: str) -> Iterator[None]:
         """Keep other processes from changing this run's state at the same time.
 
-        Held by what has one writer (``run``, ``curate``, ``train``), not by stages that share
-        their parts among tasks. The lock ends with its process, however that ends. Of the
-        processes of one ``torchrun`` the first holds it; a stage that ``run`` starts as processes
-        of its own works under the lock of ``run``, and keeps it (by ``close_fds=False``) when
-        ``run`` is killed.
+        Held by what has one writer, not by stages that share their parts among tasks. There are two
+        sides, ``curate`` and ``train``, since with a lag step t + 1 is curated while step t is
+        trained. A lock ends with its process, however that ends. Of the processes of one
+        ``torchrun`` the first holds it; a stage that ``run`` starts as processes of its own works
+        under the lock of ``run``, and keeps it (by ``close_fds=False``) when ``run`` is killed.
+
+        Args:
+            *sides: default both, as ``run`` does.
 
         Raises:
             InputError: another process holds it.
         """
-        import fcntl
-
-        ours = str(self.root.resolve())
-        if not is_first_process() or os.environ.get(LOCK_VARIABLE) == ours:
+        if not is_first_process() or os.environ.get(LOCK_VARIABLE) == str(self.root.resolve()):
             yield
             return
-        with (self.root / ".lock").open("w") as handle:
+        with ExitStack() as held:
+            for side in sides or _LOCKS:
+                held.enter_context(self._held(self.root / _LOCKS[side]))
+            yield
+
+    @contextmanager
+    def _held(self, lock: Path) -> Iterator[None]:
+        import fcntl
+
+        with lock.open("w") as handle:
             os.set_inheritable(handle.fileno(), True)
             try:
                 try:
@@ -264,22 +308,12 @@ class RunDir:
                 return
         # Its holder began a new run, failed, and took the run and this file back meanwhile.
         self.root.mkdir(parents=True, exist_ok=True)
-        with self.locked():
+        with self._held(lock):
             yield
 
     def is_locked(self) -> bool:
         """Whether another process holds :meth:`locked` now; False where that cannot be told."""
-        import fcntl
-
-        try:
-            with (self.root / ".lock").open("r") as handle:
-                # Shared, and given back at once: lookers do not hinder each other.
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # never locked, not ours to open, or a file system without locks
-            return False
-        return False
+        return any(_is_held(self.root / name) for name in _LOCKS.values())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, in step order; empty before the first step.
@@ -302,6 +336,31 @@ class RunDir:
                 ) from error
             lines.append(value)
         return lines
+
+
+@contextmanager
+def _exclusive(lock: Path) -> Iterator[None]:
+    """Wait for a file's lock, and hold it; without one where the file system has none."""
+    import fcntl
+
+    with lock.open("w") as handle:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _is_held(lock: Path) -> bool:
+    import fcntl
+
+    try:
+        with lock.open("r") as handle:
+            # Shared, and given back at once: lookers do not hinder each other.
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # never locked, not ours to open, or a file system without locks
+        return False
+    return False
 
 
 def refuse_removed(policy: Path) -> None:

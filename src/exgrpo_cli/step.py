@@ -35,6 +35,8 @@ class Step:
     """The run that it belongs to; None for loose files alone."""
     model: str | None = None
     """The policy that samples it (a folder, an adapter, a hub name), where it is not the run's."""
+    lag: int = 0
+    """How many steps before t the policy was made that is meant; see :meth:`lagged`."""
     given: Mapping[str, Path] = field(default_factory=dict)
     """Paths by name (``rollouts``, ``verdicts``, ...) that stand in for the run's own."""
 
@@ -58,15 +60,20 @@ class Step:
         """
         place = RunDir(Path(run)) if isinstance(run, str | Path) else run
         paths = {kind: Path(path) for kind, path in given.items() if path is not None}
-        return cls(number, place, policy, paths)
+        return cls(number, place, policy, given=paths)
 
     def at(self, **given: Path) -> Step:
         """The same step with other paths."""
         return replace(self, given={**self.given, **given})
 
+    def lagged(self, lag: int) -> Step:
+        """The step as what samples and scores sees it: its policy is max(t - lag, 0), which sampled
+        it. Without a lag that is the policy t, which the step trains."""
+        return replace(self, lag=lag)
+
     @property
     def name(self) -> str:
-        """``step-00007``: how the run calls the step, and the policy that samples it."""
+        """``step-00007``: how the run calls the step, and the policy that it trains."""
         return step_name(self.number)
 
     def find(self, kind: str) -> Path | None:
@@ -111,6 +118,14 @@ class Step:
         """Folder of the ``scores`` parts: ``part-*`` of rollouts, ``replay-*`` of candidates."""
         return self._need("scores")
 
+    def imports(self, kind: str) -> list[tuple[Path, Path]]:
+        """The files of trajectories of others that the step takes in, each with the file for its
+        ``verdicts`` or ``scores``; none where loose files are given."""
+        if self.run is None or {"rollouts", kind} & self.given.keys():
+            return []
+        folder = self.run.imported(kind, self.number)
+        return [(file, folder / file.name) for file in self.run.imports(self.number)]
+
     @property
     def evaluation(self) -> Path:
         """The folder of an evaluation; a run has several, so it is always given."""
@@ -129,25 +144,30 @@ class Step:
         return path or out.parent / f"{out.name}-trainer"
 
     def policy(self, initial: str) -> str:
-        """The policy that samples the step: as given, else the run's, at step 0 the initial one.
+        """The policy of the step (see :meth:`lagged`): as given, else the run's; policy 0 is the
+        initial one.
 
         Args:
             initial: the recipe's ``model.path``.
 
         Raises:
-            InputError: the step before was not trained yet, or there is neither run nor policy.
+            InputError: it was not trained yet, or there is neither run nor policy.
         """
         if self.model is not None:
             return self.model
         if self.run is None:
             raise InputError("give a run directory, or --policy")
-        return self.run.policy_path(self.number, initial)
+        return self.run.policy_path(self._policy, initial)
+
+    @property
+    def _policy(self) -> int:
+        return max(self.number - self.lag, 0)
 
     @property
     def policy_name(self) -> str:
         """Its name in tables: a given one by its plain path, a run's own by its step."""
         if self.model is None:
-            return self.name
+            return step_name(self._policy)
         return str(Path(self.model)) if Path(self.model).is_dir() else self.model
 
 

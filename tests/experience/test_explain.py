@@ -40,7 +40,7 @@ def test_a_question_of_a_step(run: RunDir) -> None:
     before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
     found = explain(run, RECIPE, 2, "a")
     assert {path: path.read_bytes() for path in before} == before
-    assert (found["planned"], found["chosen"]) == ("replay", "s00001/a/01")
+    assert (found["planned"], found["chosen"]) == ("replay", ["s00001/a/01"])
     assert (found["planned_next"] == "replay") is ("a" in plan(run, 3)["replay"])
     rules = found["rules"]
     choose = {r["row"]: (r["mean_entropy"], r["value"]) for r in rules["choose"]["rows"]}
@@ -69,4 +69,4 @@ def test_a_question_of_a_step(run: RunDir) -> None:
 
 def test_the_command(run: RunDir, exgrpo: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     found = json.loads(exgrpo("curate", run.root, "--explain", "a", "--json").stdout)
-    assert (found["step"], found["chosen"]) == (2, "s00001/a/01")
+    assert (found["step"], found["chosen"]) == (2, ["s00001/a/01"])

@@ -13,7 +13,16 @@ from exgrpo_cli.inspect.diff import diff
 from exgrpo_cli.recipe import CurateSettings, Recipe, parse_recipe
 from exgrpo_cli.recipe.rules import RULES
 from exgrpo_cli.rundir import RunDir
-from making import curate, group, make_recipe, plan, write_problems, write_step
+from making import (
+    curate,
+    group,
+    import_row,
+    make_recipe,
+    plan,
+    write_imports,
+    write_problems,
+    write_step,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "ideas.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -28,13 +37,17 @@ def recipe_of(text: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """Five steps of the default rules over ten questions, with failures, and one mastered."""
+    """Five steps of the default rules over ten questions, with failures and another model's
+    trajectories, and one mastered."""
     made = RunDir(tmp_path_factory.mktemp("ideas") / "run")
     names = [f"q{i}" for i in range(10)]
     write_problems(made, [*names, "zz"])
     recipe = make_recipe(questions=6, start_success=0.1)
     write_step(made, 0, group(0, "zz", "1100"))
     curate(made, 0, recipe)
+    write_imports(
+        made, 1, [import_row(1, q, i, i > 0, f"{q}.{i}") for q in names[:4] for i in range(3)]
+    )
     for step in range(1, 5):
         asked = plan(made, step)
         rows = [

@@ -8,8 +8,11 @@ import pytest
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.experience.explain import explain
 from exgrpo_cli.experience.whatif import choices
-from exgrpo_cli.recipe import CurateSettings, load_recipe, parse_recipe, to_toml
+from exgrpo_cli.inspect.diff import diff
+from exgrpo_cli.inspect.groups import example_groups
+from exgrpo_cli.recipe import CurateSettings, Recipe, load_recipe, parse_recipe, to_toml
 from exgrpo_cli.recipe.rules import RULES, exponent, fault
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.step import Step
@@ -142,6 +145,9 @@ def test_buckets_and_weights_decide_who_is_replayed(run: RunDir) -> None:
     after(run, question="CASE WHEN success_rate = 0.5 THEN 1 ELSE 0 END")
     assert plan(run, 2)["replay"] == ["a"]  # what weighs nothing is not drawn, and fresh ones fill
     assert len(plan(run, 2)["fresh"]) == 3
+    after(run, bucket_weight="CASE WHEN bucket = 2 THEN 1 ELSE 0 END")
+    assert plan(run, 2)["replay"] == ["a"]
+    assert len(plan(run, 2)["fresh"]) == 3
 
 
 def test_a_heavier_question_comes_more_often(run: RunDir) -> None:
@@ -203,7 +209,6 @@ def test_fresh_weights_order_an_epoch(run: RunDir) -> None:
         ("choose", "sqrt(-age)", "curate.choose"),
         ("choose", "CAST('nan' AS DOUBLE) * age", "rule curate.choose is null or not finite of s0"),
         ("bucket_weight", "2 - bucket", "rule curate.bucket_weight is null, not finite or neg"),
-        ("bucket_weight", "0", "no bucket has any weight"),
         ("fresh", "k", "rule curate.fresh is null, not finite or negative of "),
         ("drop", "since_sampled > NULL", "curate.drop"),
     ],
@@ -244,6 +249,53 @@ def test_a_replay_question_may_have_fewer_rollouts(run: RunDir) -> None:
     groups = Batch.read(Step.of(run, 2)).groups(make_recipe(replay_samples=1))
     assert [len(rows) for rows in groups] == [2, 2]
     assert [round(row.advantage, 3) for row in groups[0]] == [0.5, -0.5]
+
+
+def test_several_trajectories_enter_a_group(run: RunDir) -> None:
+    rules = {"replayed": 2, "choose": "luck", "drop": "times_used > 5"}
+    after(run, **rules)
+    table = tables.read_table("plan", run.plan(2))
+    assert set(zip(table["role"], table["samples"], strict=True)) == {("fresh", 4), ("replay", 2)}
+    held = stored(run)
+    rows = group(2, "b", "00", "replay") + group(2, "c", "10", "replay")
+    write_step(run, 2, rows)
+    notes: list[str] = []
+    found = curate(run, 2, make_recipe(**rules), notes.append)
+    made = tables.read_table("curated", run.curated(2))
+    assert made.select("problem_id", "rank").rows() == [("b", 1), ("c", 1), ("c", 2)]
+    assert set(made["rollout_id"]) <= set(held)
+    assert found["replay/questions"] == 2
+    assert not [line for line in notes if "candidates" in line]
+    asked = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
+    counts = ("successes", "attempts", "fresh_successes", "fresh_attempts", "times_replayed")
+    assert [asked["b"][c] for c in counts] == [1, 3, 0, 2, 1]  # it has one alone
+    assert [asked["c"][c] for c in counts] == [3, 4, 1, 2, 1]
+    groups = Batch.read(Step.of(run, 2)).groups(make_recipe(**rules))
+    assert [[row.rollout_id for row in rows if row.replayed] for rows in groups] == [
+        made["rollout_id"].to_list()[:1], made["rollout_id"].to_list()[1:]
+    ]  # fmt: skip
+    assert [round(row.advantage, 3) for row in groups[1]] == [0.25, 0.25, 0.25, -0.75]
+    facts = Batch.read(Step.of(run, 2)).facts()
+    assert (facts["train/reward_replay_hard"], facts["train/reward_replay_easy"]) == (0.0, 0.5)
+    (shown,) = [g for g in example_groups(run, Recipe()) if g["problem_id"] == "c"]
+    assert [row["verdict"] for row in shown["rows"]] == [
+        "replayed",
+        "replayed",
+        "right",
+        "no answer",
+    ]
+    assert (shown["right"], shown["count"]) == (3, 4)
+    assert explain(run, make_recipe(**rules), 2, "c")["chosen"] == made["rollout_id"].to_list()[1:]
+    total = diff(run, make_recipe(), make_recipe(**rules))["total"]
+    assert total["other"]["replayed"] > total["recorded"]["replayed"]
+    assert total["common"]["replayed"] + total["common"]["other_trajectory"] <= 2 * 2
+    before = (stored(run), asked)
+    rebuild(run, 2, make_recipe(**rules))
+    after_ = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
+    assert (stored(run), after_) == before
+    after(run, 2, **rules | {"store": "true", "choose": "reward"})  # failures first
+    asked = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
+    assert [asked["c"][c] for c in counts[:2]] == [2, 4]  # one of each was replayed
 
 
 def test_failures_are_kept_and_replayed(run: RunDir) -> None:

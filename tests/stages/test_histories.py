@@ -17,10 +17,12 @@ from exgrpo_cli.rundir import RunDir
 from making import (
     curate,
     experience,
+    import_row,
     make_recipe,
     questions,
     rebuild,
     row,
+    write_imports,
     write_plan,
     write_problems,
     write_rollouts,
@@ -39,6 +41,7 @@ class Reference:
         self.limits = limits
         self.pool: dict[str, dict[str, dict]] = {}
         self.bucket: dict[str, tuple[int, int]] = {}
+        self.k: dict[str, int] = {}
         self.retired: dict[str, int] = {}
         self.epoch: dict[str, int] = {}
         self.replayed: Counter[str] = Counter()
@@ -51,7 +54,9 @@ class Reference:
         after = self.curate.revive_after
         return after is None or step < self.retired[problem] + after
 
-    def step(self, step: int, rows: list[dict], scored: dict[str, float]) -> None:
+    def step(
+        self, step: int, rows: list[dict], scored: dict[str, float], imports: list[dict]
+    ) -> None:
         on = self.replay_from is not None and self.replay_from <= step
         groups: dict[tuple[str, str], list[dict]] = {}
         for r in rows:
@@ -59,12 +64,12 @@ class Reference:
         current = max(self.epoch.values(), default=0)
         solved_rows = all_rows = 0
         away = {q for q, _ in groups if self.away(q, step)}
-        stored = {q for q, held in self.pool.items() if held}
+        stored = {q: len(held) for q, held in self.pool.items() if held}
         retired_before = set(self.retired)
         full = {q for (q, _), g in groups.items() if all(r["correct"] for r in g)}
         for problem, role in sorted(groups, key=lambda key: (key[1] == "fresh", key[0])):
             members = sorted(groups[problem, role], key=lambda r: r["sample"])
-            extra = int(role == "replay" and problem in stored)
+            extra = min(self.curate.replayed, stored.get(problem, 0)) if role == "replay" else 0
             right = [r for r in members if r["correct"]]
             solved_rows += len(right) + extra
             all_rows += len(members) + extra
@@ -81,19 +86,38 @@ class Reference:
                 self.retired[problem] = step
                 self.pool.pop(problem, None)
                 self.bucket.pop(problem, None)
+                self.k.pop(problem, None)
                 continue
             self.retired.pop(problem, None)
             k = len(right) + (extra if self.curate.count_replayed else 0)
             if not (on or self.curate.store_before_start) or k == 0:
                 continue
             self.bucket[problem] = (len(right) + extra, len(members) + extra)
+            self.k[problem] = k
             if k > self.limits["lower"]:
                 held = self.pool.setdefault(problem, {})
                 for r in right:
                     held.setdefault(r["token_hash"], r | {"scored": scored.get(r["rollout_id"])})
-        if self.replay_from is None and solved_rows / all_rows > self.curate.start_success:
+        start = self.curate.start_success
+        starts = solved_rows / all_rows > start or (start == 0 and imports != [])
+        if self.replay_from is None and starts:
             self.replay_from = step + 1
+        self.take_in(step, imports, scored)
         self.prune(step + 1)
+
+    def take_in(self, step: int, imports: list[dict], scored: dict[str, float]) -> None:
+        """What others said: successes of questions that are not away."""
+        for r in imports:
+            problem = r["problem_id"]
+            if self.away(problem, step) or not r["correct"]:
+                continue
+            if self.limits["lower"] and self.k.get(problem, 0) <= self.limits["lower"]:
+                continue
+            held = self.pool.setdefault(problem, {})
+            if r["token_hash"] not in held:
+                held[r["token_hash"]] = r | {"scored": scored.get(r["rollout_id"])}
+                self.bucket.setdefault(problem, (0, 0))
+                self.last.setdefault(problem, step)
 
     def prune(self, following: int) -> None:
         """Leave what the pool may hold before the following step; the first to go come first."""
@@ -134,6 +158,7 @@ def histories(draw: st.DrawFn) -> tuple[Recipe, dict, list[dict], list[tuple]]:
         start_success=draw(st.sampled_from([0.0, 0.3, 0.5])),
         store_before_start=draw(st.booleans()),
         count_replayed=draw(st.booleans()),
+        replayed=draw(st.sampled_from([1, 1, 2])),
         revive_after=draw(st.sampled_from([None, None, 1, 2])),
         weights=draw(st.sampled_from(["normal", "linear", "uniform"])),
         selection=draw(st.sampled_from(["lowest_entropy", "random", "newest"])),
@@ -158,8 +183,20 @@ def histories(draw: st.DrawFn) -> tuple[Recipe, dict, list[dict], list[tuple]]:
                 right = draw(st.sampled_from([True, True, False]))
                 logprob = -draw(st.integers(1, 8)) / 8
                 rows.append(row(step, problem, sample, right, text, role, logprob))
+        imports = [
+            import_row(step, q, i, right, f"t{text}")
+            for i, (q, text, right) in enumerate(draw(st.lists(
+                st.tuples(st.sampled_from("abcdef"), st.integers(4, 7), st.booleans()),
+                max_size=draw(st.sampled_from([0, 0, 3])),
+            )))
+        ]  # fmt: skip
         steps.append(
-            {"rows": rows, "parts": draw(st.integers(1, 3)), "scored": draw(st.booleans())}
+            {
+                "rows": rows,
+                "imports": imports,
+                "parts": draw(st.integers(1, 3)),
+                "scored": draw(st.booleans()),
+            }
         )
     last = len(steps) - 1
     at = st.integers(0, last)
@@ -192,6 +229,8 @@ def histories(draw: st.DrawFn) -> tuple[Recipe, dict, list[dict], list[tuple]]:
 def arrive(run: RunDir, step: int, history: dict) -> None:
     write_rollouts(run, step, history["rows"], history["parts"])
     write_verdicts(run, step, history["rows"], history["parts"])
+    if history["imports"]:
+        write_imports(run, step, history["imports"])
     if history["scored"]:
         score(run, step, history)
 
@@ -199,10 +238,13 @@ def arrive(run: RunDir, step: int, history: dict) -> None:
 def score(run: RunDir, step: int, history: dict) -> None:
     entropy = scores_of(history)
     write_scores(run, step, history["rows"], entropy, parts=history["parts"])
+    if history["imports"]:
+        write_imports(run, step, history["imports"], entropy)
 
 
 def scores_of(history: dict) -> dict[str, float]:
-    return {r["rollout_id"]: (i % 5) / 4 for i, r in enumerate(history["rows"])}
+    rows = history["rows"] + history["imports"]
+    return {r["rollout_id"]: (i % 5) / 4 for i, r in enumerate(rows)}
 
 
 @settings(
@@ -255,7 +297,7 @@ def test_incremental_equals_rebuilt_over_random_histories(
         reference = Reference(recipe, limits)
         for step in range(last + 1):
             scored = scores_of(steps[step]) if steps[step]["scored"] else {}
-            reference.step(step, steps[step]["rows"], scored)
+            reference.step(step, steps[step]["rows"], scored, steps[step]["imports"])
         asked = questions(run)
         assert set(asked) == set(reference.last)
         for q, found in asked.items():

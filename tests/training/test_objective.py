@@ -186,6 +186,22 @@ def test_clipping_by_hand():
     assert objective.summarise(sums)["ratio_max"] == pytest.approx(1.5)
 
 
+def test_a_clipped_replay_ratio_is_clipped_as_a_fresh_one():
+    logprobs = torch.tensor([-3.0, -1.2, -1.0, -0.9, -0.1] * 2, requires_grad=True)
+    old = torch.full((10,), -1.0)
+    advantages = torch.tensor([0.5] * 5 + [-0.25] * 5)
+    clip = Clip(0.2, 0.3)
+    gradients = []
+    for replayed in (False, True):
+        losses, _ = objective.policy_loss(
+            logprobs, old, advantages, torch.full((10,), replayed), clip=None if replayed else clip,
+            shaping="clip", beta=0.1, past_clip=clip,
+        )  # fmt: skip
+        gradients.append(torch.autograd.grad(losses.sum(), logprobs)[0])
+    assert torch.equal(*gradients)
+    assert gradients[0].count_nonzero() == 8
+
+
 @pytest.mark.parametrize("gap", [200.0, -200.0])
 def test_shaped_ratio_cannot_overflow(gap):
     log_ratio = torch.tensor([gap], requires_grad=True)

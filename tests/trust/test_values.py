@@ -47,7 +47,7 @@ FAULTS = [
     ("problem_id", None, "column problem_id is null in row 3"),
     ("sample", -1, "column sample is -1 in row 3"),
     ("tokens", 2**31, "column tokens is 2147483648 in row 3"),
-    ("role", "old", r"column role is old in row 3 \(known: fresh, replay\)"),
+    ("role", "old", r"column role is old in row 3 \(known: fresh, replay, import\)"),
     ("finish_reason", "abort", "column finish_reason is abort in row 3"),
     ("mean_entropy", float("nan"), "column mean_entropy is nan in row 3"),
     ("mean_logprob", float("-inf"), "column mean_logprob is -inf in row 3"),

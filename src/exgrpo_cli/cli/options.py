@@ -287,23 +287,37 @@ def open_step(
     place = open_run(run)
     if source is None:
         if kind == "policy" and number is None:
-            number = max(place.steps(kind), default=0)
+            number = _latest_to_sample(place)
         if number is not None and all_retired(place, number):
             if is_first_process():
                 to_stderr(f"step {number}: every question is retired; there is nothing left to do")
                 print_result({"step": number, "finished": True}, shared.as_json)
             raise typer.Exit
         if kind != "policy":
-            number = _due(place, number, kind)
+            number = _due(place, number, kind, loose=policy is not None)
     return Step.of(place, number or 0, policy=policy, **given)
 
 
-def _due(place: RunDir, number: int | None, kind: str) -> int:
+def _latest_to_sample(place: RunDir) -> int:
+    """The latest step that is planned and has its policy; without a lag the newest policy's."""
+    from exgrpo_cli.recipe import Recipe, load_recipe
+
+    own = place.own_recipe(needed=False)
+    lag = (load_recipe(own) if own else Recipe()).loop.lag
+    trained = max(place.steps("policy"), default=0)
+    return max(trained, min(max(place.steps("plan"), default=0), trained + lag))
+
+
+def _due(place: RunDir, number: int | None, kind: str, *, loose: bool) -> int:
     from exgrpo_cli.rundir import infer_step
 
     mend = f"run: exgrpo {'rollout' if kind == 'rollouts' else 'curate'} {place.root}"
     if number is None:
-        return infer_step(place, kind, mend)
+        latest = infer_step(place, kind, mend)
+        if kind == "curated" and not loose:  # with a lag before the policy is there to be trained
+            ready = [n for n in place.steps(kind) if n == 0 or place.policy(n).is_dir()]
+            latest = max(ready, default=latest)
+        return latest
     if number not in place.steps(kind):
         what = {"curated": "curated batch"}.get(kind, kind)
         raise InputError(f"{place.root}: step {number} has no {what} yet; {mend} --step {number}")

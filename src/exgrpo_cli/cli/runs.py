@@ -91,6 +91,10 @@ def run(
         str | None,
         typer.Option("--track", help="Also send metrics to trackio, wandb or tensorboard."),
     ] = None,
+    only: Annotated[
+        Literal["sample", "train"] | None,
+        typer.Option("--only", help="One side of a run; wait for the files of the other."),
+    ] = None,
     other: FromOption = None,
     step: FromStepOption = None,
     fresh_optimizer: FreshOptimizerOption = False,
@@ -98,6 +102,7 @@ def run(
     """Run ExGRPO: rollout, verify, score, curate and train, again and again.
 
     Makes the same files as the stages called by hand, and goes on from those that are there.
+    With loop.lag sampling and training go on at the same time.
     """
     settings = _begin(
         shared,
@@ -119,6 +124,12 @@ def run(
     from exgrpo_cli.runs.loop import run as loop
 
     place = RunDir(run)
+    if only is not None:
+        _refuse_changes(place, settings)
+        with place.locked("curate" if only == "sample" else "train"):
+            result = loop(place, settings, only=only, log=to_stderr)
+        print_result(result, shared.as_json)
+        return
     with _new_run(place):
         result = loop(place, settings, log=to_stderr)
         result["report"] = str(write_report(place))
@@ -252,6 +263,24 @@ def merge(
     print_result(result, shared.as_json)
 
 
+def _refuse_changes(place: RunDir, settings: Recipe) -> None:
+    """One side of a run goes by the recipe that both have.
+
+    Raises:
+        InputError: the run was not begun, or has another recipe.
+    """
+    from exgrpo_cli.recipe import differences, load_recipe, with_absolute_paths
+
+    own = place.own_recipe()
+    if own is None:
+        raise InputError(f"{place.root}: not begun; run: exgrpo init {place.root} --recipe FILE")
+    for key, (kept, given) in differences(load_recipe(own), with_absolute_paths(settings)).items():
+        raise InputError(
+            f"{key} = {given!r} differs from {own} ({kept!r}), which both sides go by; change it"
+            f" there: exgrpo init {place.root} --set {key}={given}"
+        )
+
+
 def _begin(
     shared: Shared,
     run: Path,
@@ -294,6 +323,8 @@ def _new_run(place: RunDir) -> Iterator[None]:
         try:
             yield
         finally:  # under the lock: another may have begun here meanwhile
-            if fresh and {entry.name for entry in place.root.iterdir()} <= {".lock"}:
-                (place.root / ".lock").unlink(missing_ok=True)
+            entries = list(place.root.iterdir())
+            if fresh and all(entry.name.startswith(".lock") for entry in entries):
+                for entry in entries:
+                    entry.unlink()
                 place.root.rmdir()

@@ -84,6 +84,7 @@ def rollout(
         seed=seed,
         stage=True,
     )
+    from exgrpo_cli.runs.times import timed
     from exgrpo_cli.stages.rollout import rollout as stage
     from exgrpo_cli.tables import parse_shard
 
@@ -103,10 +104,14 @@ def rollout(
         raise InputError(
             "--discard-later: removes what came after a step that --force samples anew"
         )
-    again = discard_later or (of.run is not None and of.next_policy.is_dir())
-    if force and again and of.run is not None and out is None:
-        _go_back(of.run, of.number, discard_later)
-    result = stage(of, settings, shard=parse_shard(shard), force=force, log=to_stderr)
+    if force and of.run is not None and out is None:
+        later = of.next_policy.is_dir() or max(of.run.steps("rollouts"), default=0) > of.number
+        if discard_later or later:
+            _go_back(of.run, of.number, discard_later)
+    share = parse_shard(shard)
+    result = timed(
+        of, "rollout", lambda: stage(of, settings, shard=share, force=force, log=to_stderr), share
+    )
     shared.print(of, result)
 
 
@@ -116,9 +121,9 @@ def _go_back(run: RunDir, step: int, allowed: bool) -> None:
 
     if not allowed:
         raise InputError(
-            f"{run.root}: step {step} is trained already, and its rollouts are the log from which"
-            " all that came later is derived; --discard-later removes that (policies, trainer"
-            f" states, rollouts of the steps after {step}) and samples anew"
+            f"{run.root}: step {step} is trained or followed already, and its rollouts are the log"
+            " from which all that came later is derived; --discard-later removes that (policies,"
+            f" trainer states, rollouts of the steps after {step}) and samples anew"
         )
     with run.locked():
         removed = discard_after(run, step)
@@ -157,6 +162,7 @@ def verify(
     Worker processes with a hard time limit an answer; math by math-verify.
     """
     settings = shared.settings(run, verify__timeout=timeout, verify__workers=workers, stage=True)
+    from exgrpo_cli.runs.times import timed
     from exgrpo_cli.stages import verify as stage
     from exgrpo_cli.tables import parse_shard
 
@@ -175,8 +181,14 @@ def verify(
     if explain is not None:
         print_result(stage.explain(of, settings, explain, verifier), shared.as_json)
         return
-    result = stage.verify(
-        of, settings, shard=parse_shard(shard), force=force, log=to_stderr, verifier=verifier
+    share = parse_shard(shard)
+    result = timed(
+        of,
+        "verify",
+        lambda: stage.verify(
+            of, settings, shard=share, force=force, log=to_stderr, verifier=verifier
+        ),
+        share,
     )
     shared.print(of, result)
     stage.refuse_errors(result, of.verdicts)
@@ -200,6 +212,7 @@ def score(
     A forward pass of the current policy. May be left out: the rollouts' own numbers then serve.
     """
     settings = shared.settings(run, stage=True)
+    from exgrpo_cli.runs.times import timed
     from exgrpo_cli.stages.score import score as stage
     from exgrpo_cli.tables import parse_shard
 
@@ -214,7 +227,11 @@ def score(
         rollouts=rollouts,
         scores=out,
     )
-    shared.print(of, stage(of, settings, shard=parse_shard(shard), force=force, log=to_stderr))
+    share = parse_shard(shard)
+    result = timed(
+        of, "score", lambda: stage(of, settings, shard=share, force=force, log=to_stderr), share
+    )
+    shared.print(of, result)
 
 
 @command(PANEL)
@@ -243,6 +260,7 @@ def curate(
     files (--rollouts, --verdicts, --scores, --problems) are first linked into RUN's log.
     """
     settings = shared.settings(run, stage=True)
+    from exgrpo_cli.runs.times import timed
     from exgrpo_cli.stages.curate import curate as stage
 
     if rollouts is not None and verdicts is not None:
@@ -267,8 +285,12 @@ def curate(
         found = ask(of.run, settings, of.number, explain)
         print(json.dumps(found) if shared.as_json else format_explanation(found, aligned))
         return
-    with of.run.locked():
-        result = stage(of, settings, rebuild=rebuild, force=force, log=to_stderr)
+    with of.run.locked("curate"):
+        result = timed(
+            of,
+            "curate",
+            lambda: stage(of, settings, rebuild=rebuild, force=force, log=to_stderr),
+        )
     shared.print(of, result)
 
 
@@ -320,6 +342,7 @@ def train(
     from contextlib import nullcontext
 
     from exgrpo_cli.models import check_policy, check_tokenizer
+    from exgrpo_cli.runs.times import timed
     from exgrpo_cli.stages.train import train as stage
 
     of = open_step(
@@ -341,6 +364,6 @@ def train(
     if of.run is None and policy is not None:
         check_policy(policy)
         check_tokenizer(policy)
-    with nullcontext() if of.run is None else of.run.locked():
-        result = stage(of, settings, force=force, log=to_stderr)
+    with nullcontext() if of.run is None else of.run.locked("train"):
+        result = timed(of, "train", lambda: stage(of, settings, force=force, log=to_stderr))
     shared.print(of, result, policy=str(of.next_policy))

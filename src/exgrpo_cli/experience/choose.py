@@ -37,7 +37,7 @@ def choose(experience: Experience, step: int, files: StepFiles | None) -> None:
             None where nothing of it was sampled yet.
     """
     con = experience.con
-    read_scored(con, files.replay_scores if files else [], step)
+    read_scored(con, files, replay=True)
     fill(con, "unsampled")
     if files and experience.recipe.rollout.samples > 1:
         read_unsampled(con, files)
@@ -77,7 +77,10 @@ def write_curated(experience: Experience, step: int) -> list[int]:
     fill(con, "collected")
     scored = {rollout: (part, at) for rollout, part, at, policy in chosen if policy is not None}
     # A step's scores are usually cut like its rollouts: look there first, then everywhere.
-    same_name = {run.scores(at) / Path(part).name for part, at in scored.values()}
+    same_name = {
+        run.root / "scores" / Path(part).parent.name / Path(part).name
+        for part, _ in scored.values()
+    }
     everywhere = {
         path
         for at in {at for _, at in scored.values()}

@@ -32,7 +32,8 @@ def table_settings(recipe: Recipe) -> dict[str, Any]:
         "revive_after",
     }  # fmt: skip
     chosen = recipe.curate.model_dump(mode="json", include=names)
-    return chosen | {"on_policy": True if on_policy(recipe) else None}
+    several = recipe.curate.replayed if recipe.curate.replayed > 1 else None
+    return chosen | {"on_policy": True if on_policy(recipe) else None, "replayed": several}
 
 
 def all_settings(recipe: Recipe) -> dict[str, Any]:

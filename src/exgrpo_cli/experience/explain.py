@@ -41,7 +41,7 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
 
     Returns:
         ``step``, ``problem_id``, ``planned`` (the question's role in the step, or None), ``chosen``
-        (the trajectory that it replays, or None), ``planned_next``, and ``rules``: by rule its
+        (the trajectories that it replays), ``planned_next``, and ``rules``: by rule its
         ``expression`` and ``rows``, each with ``row`` (a rollout, a trajectory, a role or the
         question), the columns that the rule names, and its ``value``.
 
@@ -67,7 +67,7 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
         choose(experience, step, files)
         ask("choose", "rollout_id", step, in_pool=mentions(recipe.curate.choose, "pool_newness"))
         chosen = con.execute(
-            "SELECT rollout_id FROM chosen WHERE problem_id = $1", [problem]
+            "SELECT rollout_id FROM chosen WHERE problem_id = $1 ORDER BY rank", [problem]
         ).fetchall()
         read_step(con, files)
         experience.read_uses(step)
@@ -77,6 +77,10 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
         experience.take_in(files)
         experience.recipe = recipe
         ask("store", "rollout_id", step)
+        if files.imports:
+            own = rules["store"]["rows"]
+            ask("store", "rollout_id", step, query="take_in_imports")
+            rules["store"]["rows"] = own + rules["store"]["rows"]
         experience.read_uses(step)
         ask("drop", "rollout_id", step)
         if recipe.curate.drop != "false":
@@ -89,25 +93,30 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
             "step": step,
             "problem_id": problem,
             "planned": roles[0][0] if roles else None,
-            "chosen": chosen[0][0] if chosen else None,
+            "chosen": [rollout for (rollout,) in chosen],
             "planned_next": again[0] if again else None,
             "rules": {name: rules[name] for name in RULES if name in rules},
         }
 
 
 def _rows(
-    experience: Experience, name: str, row: str, problem: str, **parameters: Any
+    experience: Experience,
+    name: str,
+    row: str,
+    problem: str,
+    query: str | None = None,
+    **parameters: Any,
 ) -> dict[str, Any]:
     """A rule's rows of a question: see :func:`explain`."""
     curate = experience.recipe.curate
     expression: str = getattr(curate, name)
-    text = sql_text(_QUERIES[name])
+    text = sql_text(query or _QUERIES[name])
     seen = _SEEN.search(text)
     assert seen is not None, name
     begin = text.rindex("WITH ", 0, seen.start())
     columns = [column for column in RULES[name].columns if mentions(expression, column)]
     names = "".join(f', "{column}"' for column in columns)
-    query = (
+    asked = (
         f"{text[begin : seen.end()]}\nSELECT {row} AS row{names},"
         f" {as_sql(name, expression, 'problem_id')} AS value"
         " FROM (SELECT * FROM seen WHERE problem_id = $problem) ORDER BY ALL"
@@ -118,7 +127,7 @@ def _rows(
         "seed": experience.recipe.seed,
         "problem": problem,
     }
-    found = run_sql(experience.con, name, with_rules(query, curate)[0], **given, **parameters)
+    found = run_sql(experience.con, name, with_rules(asked, curate)[0], **given, **parameters)
     return {"expression": expression, "rows": found}
 
 
@@ -132,7 +141,7 @@ def format_explanation(found: dict[str, Any], aligned: Any) -> str:
     step = found["step"]
     first = (
         f"{found['problem_id']} in step {step}: {found['planned'] or 'not planned'};"
-        f" replays {found['chosen'] or 'nothing'};"
+        f" replays {', '.join(found['chosen']) or 'nothing'};"
         f" in step {step + 1}: {found['planned_next'] or 'not planned'}"
     )
     lines = [first]

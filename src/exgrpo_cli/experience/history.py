@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.experience.database import fill, reading, run_sql
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.tables.duck import literal
 from exgrpo_cli.tables.values import faulty
 
@@ -54,6 +54,8 @@ class StepFiles:
     replay_scores: list[Path]
     """Of the stored trajectories that the step could replay."""
     plan: Path | None
+    imports: StepFiles | None = None
+    """Trajectories of others that the step takes in."""
 
     @classmethod
     def of(cls, run: RunDir, step: int) -> StepFiles:
@@ -76,6 +78,7 @@ class StepFiles:
             _score_parts(run, step, "part"),
             _score_parts(run, step, "replay"),
             plan if plan.exists() else None,
+            _imports(run, step),
         )
 
     def check(self, check: Callable[..., object] = tables.check_columns) -> None:
@@ -98,6 +101,24 @@ class StepFiles:
             InputError: naming the file, the column and the row.
         """
         self.check(partial(tables.read_table, step=self.step))
+
+
+def _imports(run: RunDir, step: int) -> StepFiles | None:
+    """The files of what a step takes in from others; None where there is nothing."""
+    rollouts = run.imports(step)
+    if not rollouts:
+        return None
+    others: dict[str, list[Path]] = {}
+    for kind, stage in (("verdicts", "verify"), ("scores", "score")):
+        folder = run.imported(kind, step)
+        found = [folder / file.name for file in rollouts if (folder / file.name).exists()]
+        if len(found) < len(rollouts) and (found or kind == "verdicts"):
+            raise InputError(
+                f"{folder}: {len(found)} of {len(rollouts)} files of imported trajectories have"
+                f" {kind}; run: exgrpo {stage} {run.root} --step {step}"
+            )
+        others[kind] = found
+    return StepFiles(run, step, rollouts, others["verdicts"], others["scores"], [], None)
 
 
 def _score_parts(run: RunDir, step: int, prefix: str) -> list[Path]:
@@ -130,25 +151,35 @@ def read_unsampled(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
             run_sql(con, "unsampled", plan=literal([files.plan]), rollouts=literal(files.rollouts))
 
 
-def read_scored(con: duckdb.DuckDBPyConnection, scores: Sequence[Path], step: int) -> None:
+def read_scored(
+    con: duckdb.DuckDBPyConnection, files: StepFiles | None, *, replay: bool = False
+) -> None:
     """Mean entropies from a step's scores into the working table ``scored``.
+
+    Args:
+        con: the connection.
+        files: of the step; None where nothing of it was sampled yet.
+        replay: those of the stored trajectories instead of the step's own rollouts.
 
     Raises:
         InputError: they cannot be read, or a value in them cannot be.
     """
     fill(con, "scored")
-    if not scores:
+    scores = [] if files is None else files.replay_scores if replay else files.scores
+    if files is None or not scores:
         return
-    with reading(*(("scores", path, _COLUMNS["scores"]) for path in scores)):
-        files = literal(scores)
-        run_sql(con, "scored", scores=files, policy=step_name(step))
+    with reading(
+        *(("scores", path, _COLUMNS["scores"]) for path in scores),
+        *(("rollouts", path, ["policy"]) for path in files.rollouts),
+    ):
+        run_sql(con, "scored", scores=literal(scores), rollouts=literal(files.rollouts))
         wrong = con.execute(
-            f"SELECT count(*) FROM read_parquet($scores) WHERE step <> {step} OR"
+            f"SELECT count(*) FROM read_parquet($scores) WHERE step <> {files.step} OR"
             f" {faulty('scores', _COLUMNS['scores'])}",
-            {"scores": files},
+            {"scores": literal(scores)},
         ).fetchall()[0][0]
     if wrong:
-        tables.read_table("scores", scores, _COLUMNS["scores"], step=step)
+        tables.read_table("scores", scores, _COLUMNS["scores"], step=files.step)
 
 
 def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
@@ -164,7 +195,7 @@ def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
     files.check()  # DuckDB would cast one type to another without a word
     try:
         read_plan(con, files.plan, step)
-        read_scored(con, files.scores, step)
+        read_scored(con, files)
         run_sql(
             con,
             "step_rows",
@@ -175,7 +206,8 @@ def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
     except duckdb.Error as error:
         files.read()  # the clearer message, where it is one of these
         reason = first_line(error)
-        raise InputError(f"{run.rollouts(step)}: step {step} cannot be read: {reason}") from error
+        folder = files.rollouts[0].parent
+        raise InputError(f"{folder}: step {step} cannot be read: {reason}") from error
     (found,) = run_sql(con, "step_faults", step=step, verdicts=literal(files.verdicts))
     rules = " OR ".join(faulty(table, columns) for table, columns in _IN_STEP_ROWS.items())
     wrong = con.execute(f"SELECT count(*) FROM step_rows WHERE {rules}").fetchall()[0][0]
@@ -196,25 +228,25 @@ def _refuse(files: StepFiles, found: Mapping[str, Any]) -> None:
     Raises:
         InputError: always.
     """
-    run, step = files.run, files.step
+    run, step, verdicts = files.run, files.step, files.verdicts[0].parent
     if found["doubled"] is not None:
         raise InputError(
-            f"{run.rollouts(step)}: rollout_id {found['doubled']} is there more than once, among"
-            " the rollouts or among their verdicts; remove the doubled part"
+            f"{files.rollouts[0].parent}: rollout_id {found['doubled']} is there more than once,"
+            " among the rollouts or among their verdicts; remove the doubled part"
         )
     if found["unjudged"]:
         raise InputError(
-            f"{run.verdicts(step)}: {found['unjudged']} of {found['rows']} rollouts of step {step}"
+            f"{verdicts}: {found['unjudged']} of {found['rows']} rollouts of step {step}"
             f" have no verdict (the first is {found['first_unjudged']});"
             f" run: exgrpo verify {run.root} --step {step} --force"
         )
     if found["unscored"] is not None:
         raise InputError(
-            f"{run.scores(step)}: a score of {found['unscored']}, which is not among the rollouts"
-            f" of step {step}; run: exgrpo score {run.root} --step {step} --force"
+            f"{files.scores[0].parent}: a score of {found['unscored']}, which is not among the"
+            f" rollouts of step {step}; run: exgrpo score {run.root} --step {step} --force"
         )
     raise InputError(
-        f"{run.verdicts(step)}: {found['verdicts']} verdicts on {found['rows']} rollouts;"
+        f"{verdicts}: {found['verdicts']} verdicts on {found['rows']} rollouts;"
         f" run: exgrpo verify {run.root} --step {step} --force"
     )
 
@@ -232,11 +264,14 @@ def _digest(run: RunDir, step: int) -> str:
     """
     plan = run.plan(step)
     found = [(plan, plan.stat())] if plan.is_file() else []
-    for folder, prefix in (
+    folders = [
         (run.rollouts(step), ""),
         (run.verdicts(step), ""),
         (run.scores(step), "part-"),
-    ):
+    ]
+    if run.imported("rollouts", step).is_dir():
+        folders += [(run.imported(kind, step), "") for kind in ("rollouts", "verdicts", "scores")]
+    for folder, prefix in folders:
         if folder.is_dir():
             with os.scandir(folder) as entries:  # a run has tens of thousands of parts
                 parts = sorted(

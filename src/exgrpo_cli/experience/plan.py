@@ -35,10 +35,7 @@ def draw_plan(experience: Experience, step: int) -> tuple[pl.DataFrame, int]:
     fill(con, "replayed", [(problem,) for problem in replay])
     fresh = experience.sql("plan_fresh", step=step, limit=recipe.curate.questions - len(replay))
     planned = [(row["problem_id"], "fresh", samples) for row in fresh]
-    beside = recipe.curate.replay_samples
-    planned += [
-        (problem, "replay", samples - 1 if beside is None else beside) for problem in replay
-    ]
+    planned += [(problem, "replay", recipe.replay_samples) for problem in replay]
     prefix = "" if recipe.curate.count_replayed else "fresh_"
     found = con.execute(
         f"SELECT problem_id, {prefix}successes, {prefix}attempts FROM questions"
@@ -65,7 +62,8 @@ def _draw_replay(experience: Experience, step: int) -> list[str]:
     """The replay questions of a step, in the order of the plan."""
     recipe = experience.recipe
     experience.sql("pool_questions", step=step)
-    buckets = experience.sql("bucket_weights", step=step)
+    found = experience.sql("bucket_weights", step=step)
+    buckets = [row for row in found if row["log_weight"] > -math.inf]
     sizes = {row["count"]: row["questions"] for row in buckets}
     # The margin is for shares that are not exact in binary, such as 0.29 * 100.
     wanted = math.floor(recipe.curate.replay_ratio * recipe.curate.questions + 1e-9)

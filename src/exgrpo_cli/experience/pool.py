@@ -125,17 +125,23 @@ class Experience:
     def take_in(self, files: StepFiles) -> None:
         """Take in a step of the history: counts, buckets, retirement, new successes, limits.
 
-        Leaves the step's ``step_rows``, ``step_groups`` and ``planned`` in the connection.
+        Leaves the step's ``step_rows``, ``step_groups`` and ``planned`` in the connection, and
+        where it takes in trajectories of others ``import_rows``.
 
         Raises:
             InputError: the step's files are damaged, or do not belong together.
         """
         step, rules, never = files.step, self.recipe.curate, on_policy(self.recipe)
+        if files.imports:
+            read_step(self.con, files.imports)
+            self.con.execute("CREATE OR REPLACE TEMP TABLE import_rows AS FROM step_rows")
         read_step(self.con, files)
         self.read_uses(step)
         storing = not never and (self.replays(step) or rules.store_before_start)
         self.sql("step_groups", step=step, storing=storing, retiring=not never)
         self.sql("take_in", step=step)
+        if files.imports and not never:
+            self.sql("take_in_imports", step=step)
         if rules.drop != "false":
             self.sql("prune", step=step)
         solved, sampled = self.con.execute(
@@ -143,6 +149,7 @@ class Experience:
             " WHERE fresh_attempts > 0"
         ).fetchall()[0]
         starts = sampled and int(solved) / int(sampled) > rules.start_success
+        starts = starts or (files.imports is not None and rules.start_success == 0)
         if self.replay_from is None and starts and not never:
             self.replay_from = step + 1
         self.last_step = step

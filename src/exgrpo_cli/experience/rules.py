@@ -2,8 +2,8 @@
 
 A query names them as ``<rule|row>``: the rule's expression, checked to give a value that can be
 used (else the error names the row). Shared terms are written likewise: ``<luck|salt, row>``,
-``<of_step|salt, row>`` (columns ``samples``, ``batch``, ``step``, ``luck``), ``<share|md5>``, and
-of a ``questions`` row ``<k|q>`` and ``<success_rate|q>``.
+``<of_step|salt, row>`` (columns ``samples``, ``batch``, ``step``, ``luck``), ``<share|md5>``,
+``<origin|rollout_id>``, and of a ``questions`` row ``<k|q>`` and ``<success_rate|q>``.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ _ATTEMPTS = "CASE WHEN $count_replayed THEN @.attempts ELSE @.fresh_attempts END
 _TERMS = {
     "share": f"({_SHARE})",
     "luck": f"({_SHARE})",
+    "origin": "CASE WHEN @ LIKE 'i/%' THEN split_part(@, '/', 2) ELSE 'own' END",
     "of_step": f"""CAST($samples AS INTEGER) AS samples,
         CAST($batch AS INTEGER) AS batch,
         CAST($step AS INTEGER) AS step,
         ({_SHARE}) AS luck""",
-    # A count of another number of attempts is brought to K's scale.
+    # A count of another number of attempts is brought to K's scale. 0 are of an import's question.
     "k": f"""CASE
-        WHEN {_ATTEMPTS} IS NULL OR {_ATTEMPTS} = $samples THEN {_SUCCESSES}
+        WHEN {_ATTEMPTS} IS NULL OR {_ATTEMPTS} = $samples OR {_SUCCESSES} = 0 THEN {_SUCCESSES}
         ELSE greatest(1, least(
             $samples - 1, CAST(round({_SUCCESSES} * $samples / {_ATTEMPTS}) AS INTEGER)
         )) END""",
-    "success_rate": f"CAST({_SUCCESSES} AS DOUBLE) / {_ATTEMPTS}",
+    "success_rate": f"CAST({_SUCCESSES} AS DOUBLE) / greatest({_ATTEMPTS}, 1)",
 }
 
 

@@ -32,7 +32,7 @@ class Choice:
     replay: list[str]
     """The replay questions of the plan."""
     chosen: list[dict[str, Any]]
-    """A trajectory for each replay question: ``problem_id``, ``rollout_id``, ``collected_step``,
+    """What the replay questions replay: ``problem_id``, ``rollout_id``, ``collected_step``,
     ``mean_entropy`` (nats), ``stale`` (not under the step's policy) and ``bucket``."""
     pool: dict[str, Any]
     """The experience before the step: ``trajectories``, ``questions``, ``easy``, ``medium``,

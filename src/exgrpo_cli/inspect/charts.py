@@ -1,8 +1,8 @@
-"""Charts for the report: metrics over steps as HTML figures with inline SVG.
+"""Charts for the pages: metrics over steps as HTML figures with inline SVG.
 
 The SVG stretches to the page, with strokes that keep their width, and the tick labels are HTML over
 it, so that text keeps its size on a phone. Colours are classes (``c0`` .. ``c5`` and others) of
-``report.css``.
+``page.css``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 
 Point = tuple[float, float]
-"""(step, value)."""
+"""(step, value); or what was spent up to the step in the place of its number."""
 
 
 Series = tuple[str, list[Point]]
@@ -89,6 +89,7 @@ def _frame(
     x_ticks: Sequence[tuple[float, str]],
     y_ticks: Sequence[tuple[float, str]],
     wide: bool = False,
+    axis: str = "step",
 ) -> str:
     """A chart: caption, legend, and the SVG with its tick labels over it.
 
@@ -101,6 +102,7 @@ def _frame(
         x_ticks: (x, text).
         y_ticks: (y, text); each gets a grid line.
         wide: over the whole page.
+        axis: what lies on the x axis, in a short word.
     """
     grid = "".join(f'<path class="grid" d="M0 {y:.1f}H{_WIDTH:.0f}"></path>' for y, _ in y_ticks)
     ys = "".join(
@@ -118,7 +120,7 @@ def _frame(
         + (f'<ul class="legend">{keys}</ul>' if legend else "")
         + f'<div class="plot"><svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}"'
         f' preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{grid}{body}</svg>'
-        f'<div aria-hidden="true">{ys}{xs}<span class="step">step</span></div></div></figure>'
+        f'<div aria-hidden="true">{ys}{xs}<span class="step">{axis}</span></div></div></figure>'
     )
 
 
@@ -132,6 +134,7 @@ def line_chart(
     text: Callable[[float], str] = number,
     mark: tuple[float, str] | None = None,
     wide: bool = False,
+    axis: str = "step",
 ) -> str:
     """Lines over steps as an HTML figure; empty when no series has a point.
 
@@ -148,6 +151,7 @@ def line_chart(
         text: how a value is written.
         mark: a vertical line: (step, label).
         wide: over the whole page.
+        axis: ``step``, or the unit of what stands in its place.
     """
     shown = [(i, label, points) for i, (label, points) in enumerate(lines) if points]
     if not shown:
@@ -174,7 +178,7 @@ def line_chart(
             f"<title>{escape(mark[1])}</title></path>"
         )
     for i, label, points in shown:
-        css = f"c{i % 6}"
+        css = _colour(i)
         if i < len(bands) and bands[i]:
             body.append(_band_path(bands[i], x, y, css))
         if smooth:
@@ -186,23 +190,27 @@ def line_chart(
             interval = {s: (low, high) for s, low, high in (bands[i] if i < len(bands) else [])}
             dot = "dot" if len(points) <= 12 else "dot small"
             for step, value in points:
-                tip = f"{label}, step {step:.0f}: {text(value)}"
+                tip = f"{label}, {_place(step, axis)}: {text(value)}"
                 if step in interval:
                     tip += f" ({text(interval[step][0])} to {text(interval[step][1])})"
                 body.append(
                     f'<path class="{dot} {css}" d="M{x(step):.1f} {y(value):.1f}h0.01">'
                     f"<title>{escape(tip)}</title></path>"
                 )
-        label_parts.append(_in_words(label, points, text))
+        label_parts.append(_in_words(label, points, text, axis))
     return _frame(
         title,
         note,
         f"{title}. " + "; ".join(label_parts),
         "".join(body),
-        [(f"c{i % 6}", label) for i, label, _ in shown] if len(lines) > 1 else [],
-        [(x(t), f"{t:.0f}") for t in _x_ticks(min(steps), max(steps))],
+        [(_colour(i), label) for i, label, _ in shown] if len(lines) > 1 else [],
+        [
+            (x(t), f"{t:.0f}" if axis == "step" else number(t))
+            for t in _x_ticks(min(steps), max(steps))
+        ],
         [(y(t), text(t)) for t in ticks],
         wide,
+        axis,
     )
 
 
@@ -274,6 +282,46 @@ def stack_chart(
     )
 
 
+def timeline_chart(
+    title: str, note: str, lanes: Sequence[tuple[str, list[tuple[float, float, str]]]]
+) -> str:
+    """Lanes of bars over time as an HTML figure; empty when there is no bar.
+
+    Args:
+        title: the heading.
+        note: what is drawn.
+        lanes: label and bars, the highest first: (begin and end in seconds, what it is).
+    """
+    bars = [bar for _, own in lanes for bar in own]
+    if not bars:
+        return ""
+    first, last = min(bar[0] for bar in bars), max(bar[1] for bar in bars)
+    whole = max(last - first, 1e-9)
+    size, unit = (3600, "h") if whole > 10_800 else (60, "min") if whole > 180 else (1, "s")
+    high = _HEIGHT / len(lanes)
+    body = []
+    for lane, (_, own) in enumerate(lanes):
+        for began, ended, what in own:
+            left, right = ((at - first) / whole * _WIDTH for at in (began, ended))
+            body.append(
+                f'<path class="area {_colour(lane)}" d="M{left:.1f} {(lane + 0.15) * high:.1f}'
+                f'v{0.7 * high:.1f}H{max(right, left + 1):.1f}v{-0.7 * high:.1f}z">'
+                f"<title>{escape(what)}</title></path>"
+            )
+    ticks = [t for t in _ticks(0.0, whole / size, 6) if t * size <= whole]
+    return _frame(
+        title,
+        note,
+        f"{title}. {note}",
+        "".join(body),
+        [],
+        [(t * size / whole * _WIDTH, number(t)) for t in ticks],
+        [((lane + 0.5) * high, label) for lane, (label, _) in enumerate(lanes)],
+        wide=True,
+        axis=unit,
+    )
+
+
 def _path(points: Iterable[Point], x: Callable[[float], float], y: Callable[[float], float]) -> str:
     return "M" + "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in points)
 
@@ -311,10 +359,17 @@ def _thin(points: list[Point], most: int = 800) -> list[Point]:
     return [(sum(s for s, _ in g) / len(g), sum(v for _, v in g) / len(g)) for g in groups]
 
 
-def _in_words(label: str, points: list[Point], text: Callable[[float], str]) -> str:
-    first, last = points[0], points[-1]
-    if len(points) == 1:
-        return f"{label}: {text(last[1])} at step {last[0]:.0f}"
-    return (
-        f"{label}: {text(first[1])} at step {first[0]:.0f}, {text(last[1])} at step {last[0]:.0f}"
-    )
+def _in_words(
+    label: str, points: list[Point], text: Callable[[float], str], axis: str = "step"
+) -> str:
+    first, last = (f"{text(v)} at {_place(at, axis)}" for at, v in (points[0], points[-1]))
+    return f"{label}: {last}" if len(points) == 1 else f"{label}: {first}, {last}"
+
+
+def _place(at: float, axis: str) -> str:
+    return f"step {at:.0f}" if axis == "step" else f"{number(at)} {axis}"
+
+
+def _colour(index: int) -> str:
+    """The class of a line: six colours, and the same again dashed."""
+    return f"c{index % 6}" + (" dashed" if index // 6 % 2 else "")

@@ -126,15 +126,16 @@ def _distinct(steps: Sequence[Choice], key: str) -> set[str]:
 
 def _common(a: Choice, b: Choice) -> dict[str, int]:
     """What both plan and choose in a step."""
-    first = {row["problem_id"]: row["rollout_id"] for row in a.chosen}
-    second = {row["problem_id"]: row["rollout_id"] for row in b.chosen}
-    both = first.keys() & second.keys()
+    first, second = (
+        {(row["problem_id"], row["rollout_id"]) for row in choice.chosen} for choice in (a, b)
+    )
+    questions = {problem for problem, _ in first}
     return {
         "planned": len({*a.fresh, *a.replay} & {*b.fresh, *b.replay}),
         "fresh": len(set(a.fresh) & set(b.fresh)),
         "replay": len(set(a.replay) & set(b.replay)),
-        "replayed": sum(first[q] == second[q] for q in both),
-        "other_trajectory": sum(first[q] != second[q] for q in both),
+        "replayed": len(first & second),
+        "other_trajectory": sum(problem in questions for problem, _ in second - first),
     }
 
 

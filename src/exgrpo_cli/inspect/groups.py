@@ -73,8 +73,8 @@ def example_groups(
         problems = _problems(run, [one[0]["problem_id"] for one in found])
         for one in found:
             first = one[0]
-            past = replayed.get(first["problem_id"]) if first["role"] == "replay" else None
-            members = [past, *one] if past else one
+            past = replayed.get(first["problem_id"], []) if first["role"] == "replay" else []
+            members = [*past, *one]
             groups.append(
                 {
                     "step": step,
@@ -129,32 +129,37 @@ def _advantages(rows: list[dict[str, Any]], recipe: Recipe) -> list[float]:
     ]
 
 
-def _replayed(run: RunDir, step: int, problem_ids: list[str]) -> dict[str, dict[str, Any]]:
+def _replayed(run: RunDir, step: int, problem_ids: list[str]) -> dict[str, list[dict[str, Any]]]:
     """The trajectories that a step replayed, by question; rollouts of then may be gone."""
     if not problem_ids or not run.curated(step).exists():
         return {}
     chosen = query(
-        "SELECT problem_id, rollout_id, collected_step, reward, mean_entropy, candidates"
-        " FROM read_parquet($curated) WHERE list_contains($ids, problem_id)",
+        "SELECT problem_id, rollout_id, collected_step, reward, mean_entropy, rank, candidates"
+        " FROM read_parquet($curated) WHERE list_contains($ids, problem_id)"
+        " ORDER BY problem_id, rank",
         {"curated": literal([run.curated(step)]), "ids": problem_ids},
         run.curated(step),
     )
-    found: dict[str, dict[str, Any]] = {}
+    known: dict[str, dict[str, Any]] = {}
     for collected in {row["collected_step"] for row in chosen}:
-        files = _files(run.rollouts(collected))
+        files = {
+            kind: _files(getattr(run, kind)(collected)) + _files(run.imported(kind, collected))
+            for kind in ("rollouts", "verdicts")
+        }
         ids = [row["rollout_id"] for row in chosen if row["collected_step"] == collected]
         texts = query(
-            "SELECT rollout_id, text, tokens, finish_reason FROM read_parquet($rollouts)"
+            "SELECT rollout_id, text, tokens, finish_reason, status, correct"
+            " FROM read_parquet($rollouts) r JOIN read_parquet($verdicts) v USING (rollout_id)"
             " WHERE list_contains($ids, rollout_id)",
-            {"rollouts": files, "ids": ids},
+            {**files, "ids": ids},
             run.rollouts(collected),
-        ) if files else []  # fmt: skip
-        by_id = {row["rollout_id"]: row for row in texts}
-        found |= {
-            row["problem_id"]: {**row, **by_id[row["rollout_id"]], "correct": True, "past": True}
-            for row in chosen
-            if row["rollout_id"] in by_id
-        }
+        ) if all(files.values()) else []  # fmt: skip
+        known |= {row["rollout_id"]: row for row in texts}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in chosen:
+        if row["rollout_id"] in known:
+            past = {**row, **known[row["rollout_id"]], "past": True}
+            found.setdefault(row["problem_id"], []).append(past)
     return found
 
 
@@ -182,10 +187,14 @@ def _problems(run: RunDir, problem_ids: list[str]) -> dict[str, dict[str, Any]]:
 def _shown(row: Mapping[str, Any], advantage: float, step: int) -> dict[str, Any]:
     verdict, css, detail = _verdict(row), "good" if row["correct"] else "bad", ""
     if row.get("past"):
-        verdict, css = "replayed", "again"
-        detail = (
-            f"collected in step {row['collected_step']}, best of {row['candidates']} by mean"
-            f" entropy {row['mean_entropy']:.3f} nats"
+        verdict = "replayed" if row["correct"] else f"replayed, {verdict}"
+        place = "best" if row["rank"] == 1 else f"number {row['rank']}"
+        css, detail = (
+            "again",
+            (
+                f"collected in step {row['collected_step']}, {place} of {row['candidates']} by mean"
+                f" entropy {row['mean_entropy']:.3f} nats"
+            ),
         )
     extracted = row.get("extracted")
     return {

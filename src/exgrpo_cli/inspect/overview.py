@@ -26,7 +26,7 @@ LAST = {
 # What the train stage warns of; see docs/training.md.
 ALARMS = {
     "train/warning_entropy": "the policy's entropy is collapsing",
-    "train/warning_ratio": "a token's probability rose more than tenfold in one step",
+    "train/warning_ratio": "a token's probability rose more than tenfold since it was sampled",
     "train/warning_groups": "nearly all groups have equal rewards",
     "train/skipped_updates": "an update was skipped",
 }

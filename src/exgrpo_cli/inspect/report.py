@@ -1,24 +1,19 @@
-"""The HTML report of a run: ``report.html.j2``, filled.
-
-One file that needs nothing else and no network. A content security policy allows its own script
-alone (by hash), whatever a rollout may contain.
-"""
+"""The HTML report of a run: ``report.html.j2``, filled."""
 
 from __future__ import annotations
 
-import hashlib
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.evaluation import interval_of, pass_ks
 from exgrpo_cli.inspect.charts import number
-from exgrpo_cli.inspect.curves import STAGES, charts
-from exgrpo_cli.inspect.groups import clip, example_groups
+from exgrpo_cli.inspect.curves import charts
+from exgrpo_cli.inspect.groups import example_groups
+from exgrpo_cli.inspect.page import Table, duration, plain, render
 from exgrpo_cli.metrics import (
+    STAGES,
     Metrics,
     band,
     evaluation_names,
@@ -30,9 +25,6 @@ from exgrpo_cli.recipe import Recipe, differences, load_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import read_provenance
 from exgrpo_cli.tables import write_text
-
-Table = dict[str, list[Any]]
-"""``head``, and ``body``: rows of cells."""
 
 
 def write_report(run: RunDir) -> Path:
@@ -49,21 +41,14 @@ def write_report(run: RunDir) -> Path:
         InputError: ``metrics.jsonl`` is not JSON lines, a table is damaged, or the recipe of a run
             that has begun is gone.
     """
-    import jinja2
-
     run.own_recipe()
     metrics = run.read_metrics()
     recipe = _load_recipe(run)
     evaluations, by_source = _evaluations(run, metrics)
     tiles = _tiles(run, metrics)
-    script = _text("report.js")
-    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     values = {
         "name": run.root.resolve().name,
         "about": _about(metrics, recipe),
-        "style": _text("report.css"),
-        "script": script,
-        "script_hash": f"sha256-{digest}",
         "tiles": tiles,
         "columns": [_columns(len(tiles), 6), _columns(len(tiles), 4)],
         "figures": charts(metrics),
@@ -76,16 +61,8 @@ def write_report(run: RunDir) -> Path:
         ),
         "provenance": _provenance(run),
     }
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-    )
-    environment.filters["oneline"] = lambda text: clip(" ".join(text.split()), 90)
-    write_text(run.report, environment.from_string(_text("report.html.j2")).render(values))
+    write_text(run.report, render("report.html.j2", values, "report.js"))
     return run.report
-
-
-def _text(name: str) -> str:
-    return files("exgrpo_cli.inspect").joinpath(name).read_text(encoding="utf-8")
 
 
 def _columns(count: int, most: int) -> int:
@@ -120,7 +97,7 @@ def _tiles(run: RunDir, metrics: Metrics) -> list[tuple[str, str, str]]:
             tiles.append((label, text(points[-1][1]), detail))
     spent = sum(v for stage in STAGES for _, v in series(metrics, f"time/{stage}"))
     if spent:
-        tiles.append(("time in stages", _duration(spent), ""))
+        tiles.append(("time in stages", duration(spent), ""))
     return tiles
 
 
@@ -137,13 +114,6 @@ def _about(metrics: Metrics, recipe: Recipe | None) -> str:
         start = replay_start(metrics)
         parts.append("replay has not started" if start is None else f"replay from step {start}")
     return " · ".join(parts)
-
-
-def _duration(value: float) -> str:
-    if value < 60:
-        return f"{value:.0f} s"
-    minutes = round(value / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _accuracy_cells(row: Mapping[str, Any], ks: Sequence[int]) -> list[str]:
@@ -209,7 +179,7 @@ def _changed(recipe: Recipe | None) -> Table:
     changed = differences(Recipe(), recipe) if recipe is not None else {}
     return {
         "head": ["changed from the defaults", "here", "default"],
-        "body": [[key, _plain(new), _plain(old)] for key, (old, new) in changed.items()],
+        "body": [[key, plain(new), plain(old)] for key, (old, new) in changed.items()],
     }
 
 
@@ -219,9 +189,5 @@ def _provenance(run: RunDir) -> Table:
     names = dict.fromkeys(name for start in starts for name in start)
     return {
         "head": ["", *(f"start {i + 1}" for i in range(len(starts)))],
-        "body": [[name, *(_plain(start.get(name)) for start in starts)] for name in names],
+        "body": [[name, *(plain(start.get(name)) for start in starts)] for name in names],
     }
-
-
-def _plain(value: Any) -> str:
-    return "not set" if value in (None, "", {}) else str(value)

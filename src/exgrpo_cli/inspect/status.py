@@ -70,7 +70,8 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
     lines += overview_lines(dict(found))
     finished = found["next"]["stage"] in ("done", "finished", "init")
     if not finished or step["step"] != found["steps"]:
-        lines += _step_lines(step, found, tasks)
+        for one in (step, *found["ahead"]):
+            lines += _step_lines(one, found, tasks)
     for number, gaps in found["behind"].items():
         said = ", ".join(f"{stage} {numbers(parts, ' ')}" for stage, parts in gaps.items())
         lines.append(f"step {number} is trained, but parts are missing: {said}")
@@ -118,6 +119,7 @@ def _step_lines(step: Mapping[str, Any], found: Mapping[str, Any], tasks: int | 
         entry = step["stages"][stage]
         lines.append(f"  {stage:<8} {_array_words(entry)}")
         ready = entry["ready"] + (entry["replay"]["missing"] if stage == "score" else [])
+        ready += entry["imports"]["missing"] if "imports" in entry else []
         if ready and entry["expected"] and (entry["done"] or tasks) and not found["at_work"]:
             count = tasks or entry["expected"]
             wanted = numbers(shards(ready, count))
@@ -149,11 +151,12 @@ def _array_words(entry: Mapping[str, Any]) -> str:
         words = f"{entry['done']}/{total} parts"
         if entry["done"] and entry["missing"]:
             words += f", missing {numbers(entry['missing'], ' ')}"
-    replay = entry.get("replay")
-    if replay and replay["expected"]:
-        words += f"; candidates {replay['done']}/{replay['expected']} parts"
-        if replay["done"] and replay["missing"]:
-            words += f", missing {numbers(replay['missing'], ' ')}"
+    for kind, what in (("replay", "candidates"), ("imports", "imports")):
+        more = entry.get(kind)
+        if more and more["expected"]:
+            words += f"; {what} {more['done']}/{more['expected']} parts"
+            if more["done"] and more["missing"]:
+                words += f", missing {numbers(more['missing'], ' ')}"
     if entry["writing"]:
         words += f"; being made: {numbers(entry['writing'], ' ')}"
     if entry["left"]:

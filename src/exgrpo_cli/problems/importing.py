@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from exgrpo_cli.problems.formats import FORMATS, check_columns, check_fields, de
 from exgrpo_cli.problems.readers import Numbered, RowError, files_of, open_file, set_name
 from exgrpo_cli.problems.rows import Problem, Reading, convert
 from exgrpo_cli.problems.values import NoGoldError
-from exgrpo_cli.verifiers import allowed_verifier, check_verifier
+from exgrpo_cli.verifiers import allowed_verifier, check_verifier, takes_metadata
 
 if TYPE_CHECKING:
     import polars as pl
@@ -48,6 +48,7 @@ class Imported:
     (where problem_id comes from), ``rows`` read, ``problems`` kept, ``bad`` and ``without_gold``
     (how many rows were left out because they cannot be read, or have no gold answer) with
     ``left_out`` (the first three of each: ``file``, ``row``, ``why``), ``duplicates`` dropped,
+    ``elsewhere`` (how many were left out because another set has the question),
     ``conflicts`` (duplicates whose gold answer differs from the kept one's), ``sources`` (problems
     by source), and ``gold_faults``: the gold answers that their verifier cannot judge against, each
     with ``file``, ``row``, ``problem_id``, ``answer``, ``verifier`` and ``why``."""
@@ -59,7 +60,10 @@ class _Rows:
 
     kept: list[Problem] = field(default_factory=list)
     first: dict[bytes, int] = field(default_factory=dict)
+    others: Set[bytes] = frozenset()
+    """The questions of another set, which are not taken."""
     rows: int = 0
+    elsewhere: int = 0
     duplicates: int = 0
     conflicts: list[dict[str, Any]] = field(default_factory=list)
     bad: list[dict[str, Any]] = field(default_factory=list)
@@ -67,6 +71,9 @@ class _Rows:
 
     def add(self, problem: Problem, dedupe: bool) -> None:
         key = _question_key(problem.prompt)
+        if key in self.others:
+            self.elsewhere += 1
+            return
         if not dedupe or key not in self.first:
             self.first.setdefault(key, len(self.kept))
             self.kept.append(problem)
@@ -98,6 +105,8 @@ def import_problems(
     skip_bad: bool = False,
     workers: int | None = None,
     timeout: float = 5.0,
+    made: Sequence[Problem] | None = None,
+    without: Path | None = None,
 ) -> Imported:
     """Read a problem set.
 
@@ -119,6 +128,8 @@ def import_problems(
         skip_bad: leave out rows that cannot be read, and count them.
         workers: processes that check the gold answers; by default as many as cores.
         timeout: hard limit for checking one gold answer, seconds.
+        made: problems that are taken as they are; no file is read then.
+        without: a problems table whose questions are left out, and counted.
 
     Raises:
         InputError: naming file and row or column: an unknown schema, a missing column, a wrong
@@ -130,13 +141,20 @@ def import_problems(
     check_verifier(verifier)
     told = dict(columns or {})
     check_fields(told)
-    files = files_of(path)
+    files = files_of(path) if made is None else []
+    if made is not None:
+        fmt = "reasoning_gym"
     how = Reading(fmt, verifier, source or set_name(path), told, detected=fmt == "auto")
-    read = _Rows()
+    read = _Rows(others=_questions_in(without))
     for file in files:
         how = _read_file(file, how, read, dedupe, skip_bad, say)
+    for problem in made or ():
+        read.rows += 1
+        read.add(replace(problem, source=source or problem.source), dedupe)
     _say_left_out(path, read, say)
     kept = read.kept
+    if not kept and read.elsewhere:
+        raise InputError(f"{path}: all its questions are in {without}; no problem is left")
     if not kept:
         first = (read.bad + read.without_gold)[0]
         raise InputError(
@@ -160,9 +178,10 @@ def import_problems(
             for identifier, p in zip(identifiers, kept, strict=True)
         ),
     )
+    others = f", left out {read.elsewhere} that are in {without}" if without else ""
     say(
         f"{path}: read {read.rows} rows ({how.fmt}), kept {len(kept)} problems,"
-        f" dropped {read.duplicates} duplicates; ids from {origin}"
+        f" dropped {read.duplicates} duplicates{others}; ids from {origin}"
     )
     if read.conflicts:
         one = read.conflicts[0]
@@ -187,6 +206,7 @@ def import_problems(
             "without_gold": len(read.without_gold),
             "left_out": read.bad[:_NAMED] + read.without_gold[:_NAMED],
             "duplicates": read.duplicates,
+            "elsewhere": read.elsewhere,
             "conflicts": read.conflicts,
             "sources": counts,
             "gold_faults": faults,
@@ -272,6 +292,14 @@ def _question_key(prompt: Sequence[Mapping[str, str]]) -> bytes:
     return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).digest()
 
 
+def _questions_in(table: Path | None) -> Set[bytes]:
+    """The questions of a problems table."""
+    if table is None:
+        return frozenset()
+    prompts = tables.read_table("problems", table, ["prompt"])["prompt"]
+    return {_question_key(prompt) for prompt in prompts}
+
+
 def _identifiers(problems: Sequence[Problem], required: bool) -> tuple[list[str], str]:
     """A unique id a problem, and where they come from (``own ids`` or ``the prompts' hashes``)."""
     own = [p.own_id for p in problems]
@@ -294,6 +322,17 @@ def _identifiers(problems: Sequence[Problem], required: bool) -> tuple[list[str]
     return hashed, "the prompts' hashes"
 
 
+def _metadata(problem: Problem) -> dict[str, Any] | None:
+    """What its verifier is told of it; None where that is nothing, or no JSON object."""
+    if problem.metadata is None or not takes_metadata(problem.verifier):
+        return None
+    try:
+        values = json.loads(problem.metadata)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
 def _gold_faults(
     problems: Sequence[Problem],
     identifiers: Sequence[str],
@@ -303,10 +342,10 @@ def _gold_faults(
     timeout: float,
 ) -> list[dict[str, Any]]:
     """The gold answers that their verifiers cannot judge against; checked in worker processes."""
-    from exgrpo_cli.verifiers.pool import Pool
+    from exgrpo_cli.verifiers.pool import Job, Pool
 
     rows = [
-        (index, p.verifier, gold)
+        (index, Job(p.verifier, gold, None, metadata=_metadata(p)))
         for index, p in enumerate(problems)
         for gold in p.golds
         if not (p.verifier in _SURE and _SURE[p.verifier].fullmatch(gold))
@@ -316,16 +355,16 @@ def _gold_faults(
     with Pool(workers, timeout) as pool:
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            whys = pool.check_golds([(verifier, answer) for _, verifier, answer in part])
-            for (index, verifier, answer), why in zip(part, whys, strict=True):
+            whys = pool.check_golds([job for _, job in part])
+            for (index, job), why in zip(part, whys, strict=True):
                 if why is not None:
                     faults.append(
                         {
                             "file": problems[index].file,
                             "row": problems[index].row,
                             "problem_id": identifiers[index],
-                            "answer": answer,
-                            "verifier": verifier,
+                            "answer": job.answer,
+                            "verifier": job.verifier,
                             "why": why,
                         }
                     )

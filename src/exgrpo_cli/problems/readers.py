@@ -49,6 +49,7 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.I
 _LONG_NUMBER = "an integer too long to be read; write it as text, in quotes"
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what a byte that is no UTF-8 is decoded to
 _ROWS_READ = 200_000
+_WHOLE_ROWS_READ = 2_000
 
 
 class RowError(Exception):
@@ -151,8 +152,12 @@ def _folder(path: Path) -> list[Path]:
     return found
 
 
-def open_file(file: Path) -> Opened:
+def open_file(file: Path, *, whole: bool = False) -> Opened:
     """A file's columns and rows.
+
+    Args:
+        file: of a known kind.
+        whole: read the long columns of Parquet and Arrow files too (:data:`LEFT_OUT`).
 
     Raises:
         InputError: an empty or damaged file; also from the rows, where it shows only there.
@@ -163,9 +168,9 @@ def open_file(file: Path) -> Opened:
         raise InputError(f"{file}: the file is empty")
     kind = kind_of(file)
     if kind == "parquet":
-        return _open_parquet(file)
+        return _open_parquet(file, whole)
     if kind == "arrow":
-        return _open_arrow(file)
+        return _open_arrow(file, whole)
     if kind == "csv":
         return _open_csv(file)
     if kind == "json":
@@ -216,7 +221,7 @@ def _rows_of(data: pl.DataFrame, first: int) -> Numbered:
     yield from enumerate(data.with_columns(short).iter_rows(named=True), first)
 
 
-def _open_parquet(file: Path) -> Opened:
+def _open_parquet(file: Path, whole: bool) -> Opened:
     import polars as pl
 
     try:
@@ -225,12 +230,12 @@ def _open_parquet(file: Path) -> Opened:
         height = scan.select(pl.len()).collect().item()
     except Exception as error:  # polars raises several kinds on a damaged file
         raise _unreadable(file, "Parquet", error) from error
-    wanted = _wanted(columns)
+    wanted, size = (columns, _WHOLE_ROWS_READ) if whole else (_wanted(columns), _ROWS_READ)
 
     def rows() -> Numbered:
-        for offset in range(0, height, _ROWS_READ):
+        for offset in range(0, height, size):
             try:
-                part = scan.select(wanted).slice(offset, _ROWS_READ).collect()
+                part = scan.select(wanted).slice(offset, size).collect()
             except Exception as error:
                 raise _unreadable(file, "Parquet", error) from error
             yield from _rows_of(part, offset + 1)
@@ -238,7 +243,7 @@ def _open_parquet(file: Path) -> Opened:
     return Opened(columns, rows())
 
 
-def _open_arrow(file: Path) -> Opened:
+def _open_arrow(file: Path, whole: bool) -> Opened:
     """An Arrow file: a stream, as Hugging Face's datasets saves them, or with the file's footer."""
     import polars as pl
 
@@ -248,7 +253,8 @@ def _open_arrow(file: Path) -> Opened:
         data = pl.read_ipc(file) if with_footer else pl.read_ipc_stream(file)
     except Exception as error:
         raise _unreadable(file, "Arrow", error) from error
-    return Opened(data.columns, _rows_of(data.select(_wanted(data.columns)), 1))
+    wanted = data.columns if whole else _wanted(data.columns)
+    return Opened(data.columns, _rows_of(data.select(wanted), 1))
 
 
 # --- CSV --------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def convert(file: str, number: int, raw: Row, how: Reading) -> Problem:
     return Problem(
         file=file,
         row=number,
-        own_id=_tidy_id(own_id),
+        own_id=tidy_id(own_id),
         prompt=content.prompt,
         golds=golds,
         verifier=verifier,
@@ -131,7 +131,7 @@ def convert(file: str, number: int, raw: Row, how: Reading) -> Problem:
     )
 
 
-def _tidy_id(value: Any) -> str | None:
+def tidy_id(value: Any) -> str | None:
     """A set's own id in characters that file names and rollout ids can hold; None if it has none.
 
     ``test/precalculus/807.json`` becomes ``test-precalculus-807.json``.

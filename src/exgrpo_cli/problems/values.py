@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from exgrpo_cli.problems.readers import Number, RowError, kind_name, parse_json
-from exgrpo_cli.verifiers import is_function
+from exgrpo_cli.verifiers import takes_metadata
 from exgrpo_cli.verifiers.extract import extract_answer, gold_answer
 
 # What stands where a gold answer is missing: NuminaMath's words, and what programs write.
@@ -179,7 +179,7 @@ def golds_in(value: Any, column: str, verifier: str) -> list[str]:
         RowError: it is something else.
         NoGoldError: there is none.
     """
-    own = is_function(verifier)  # it knows itself what its golds mean
+    own = takes_metadata(verifier)  # it knows itself what its golds mean
     if isinstance(value, str) and not own:
         inside = structure(value)
         texts = isinstance(inside, list) and all(isinstance(one, str) for one in inside)

@@ -5,14 +5,17 @@ from exgrpo_cli.recipe.load import (
     known_keys,
     load_recipe,
     parse_recipe,
+    parse_sets,
     parse_value,
     read_toml,
     set_key,
+    setting,
     to_toml,
     with_absolute_paths,
 )
 from exgrpo_cli.recipe.settings import (
     SAMPLED_BY,
+    Autocast,
     CurateSettings,
     ModelSettings,
     ObjectiveSettings,
@@ -25,6 +28,7 @@ from exgrpo_cli.recipe.settings import (
 
 __all__ = [
     "SAMPLED_BY",
+    "Autocast",
     "CurateSettings",
     "ModelSettings",
     "ObjectiveSettings",
@@ -37,9 +41,11 @@ __all__ = [
     "known_keys",
     "load_recipe",
     "parse_recipe",
+    "parse_sets",
     "parse_value",
     "read_toml",
     "set_key",
+    "setting",
     "to_toml",
     "with_absolute_paths",
 ]

@@ -160,6 +160,23 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def parse_sets(sets: Sequence[str]) -> dict[str, Any]:
+    """The keys and values of ``--set KEY=VALUE``, of equal keys the last.
+
+    Raises:
+        InputError: a text without ``=``.
+    """
+    found = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(
+                f"--set {text}: expected KEY=VALUE, such as --set train.learning_rate=2e-6"
+            )
+        found[key.strip()] = parse_value(value.strip())
+    return found
+
+
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in a nested dictionary, in place; ``None`` is left out.
 
@@ -196,14 +213,9 @@ def load_recipe(
     if path is not None:
         parse_recipe(values, str(path))  # so that a fault names the file, not the flags
     given: dict[str, str] = {}
-    for text in sets:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise InputError(
-                f"--set {text}: expected KEY=VALUE, such as --set train.learning_rate=2e-6"
-            )
-        set_key(values, key.strip(), parse_value(value.strip()))
-        given[key.strip()] = "--set"
+    for key, value in parse_sets(sets).items():
+        set_key(values, key, value)
+        given[key] = "--set"
     for key, value in (flags or {}).items():
         set_key(values, key, value)
         if value is not None:
@@ -217,16 +229,18 @@ def to_toml(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
+def setting(recipe: Recipe, key: str) -> Any:
+    """The value of a dotted key."""
+    here: Any = recipe
+    for name in key.split("."):
+        here = getattr(here, name)
+    return here
+
+
 def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """The dotted keys whose values differ, with both values."""
 
-    def value(recipe: Recipe, key: str) -> Any:
-        here: Any = recipe
-        for name in key.split("."):
-            here = getattr(here, name)
-        return here
-
-    pairs = {key: (value(old, key), value(new, key)) for key in known_keys()}
+    pairs = {key: (setting(old, key), setting(new, key)) for key in known_keys()}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -39,11 +39,12 @@ _QUESTION: Columns = {
 }
 _BUCKET: Columns = {
     "k": ("INTEGER", "successes that make its bucket, on the scale of K; null before the first"),
-    "success_rate": ("DOUBLE", "the same as a share; null before the first"),
+    "success_rate": ("DOUBLE", "the same as a share; both are 0 where only imports succeeded"),
 }
+_ORIGIN: Columns = {"origin": ("VARCHAR", "own, or the name that it was imported under")}
 _GROUP: Columns = {
-    "role": ("VARCHAR", "fresh or replay"),
-    "k": ("INTEGER", "successes of the group, by curate.count_replayed with the replayed row"),
+    "role": ("VARCHAR", "fresh or replay; of store also import"),
+    "k": ("INTEGER", "successes of the group, by curate.count_replayed with replayed rows"),
     "n": ("INTEGER", "rows of the group, counted likewise"),
     "fresh_k": ("INTEGER", "successes of its rollouts"),
     "fresh_n": ("INTEGER", "its rollouts"),
@@ -56,6 +57,7 @@ _ROLLOUT: Columns = {
     "advantage": ("DOUBLE", "reward - mean_reward"),
     "status": ("VARCHAR", "of the verdict: ok, no_answer, ..."),
     "finish_reason": ("VARCHAR", "stop or length"),
+    **_ORIGIN,
     "tokens": ("INTEGER", "length of the response"),
     "mean_entropy": ("FLOAT", "nats a token"),
     "mean_logprob": ("FLOAT", "nats a token"),
@@ -67,6 +69,7 @@ _TRAJECTORY: Columns = {
     "times_used": ("INTEGER", "how often it was replayed before"),
     "reward": ("FLOAT", "as judged when it was collected"),
     "tokens": ("INTEGER", "length of the response"),
+    **_ORIGIN,
     "mean_entropy": ("FLOAT", "nats a token, of choose under the step's policy where scored"),
     "mean_logprob": ("FLOAT", "likewise"),
     "collected_entropy": ("FLOAT", "nats a token, when it was collected"),

@@ -18,6 +18,7 @@ from pydantic import (
 
 from exgrpo_cli.recipe.rules import RULES, fault
 
+Autocast = Literal["always"] | bool
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -190,10 +191,16 @@ class CurateSettings(Section):
         le=1.0,
         description="rho, share of replay questions; 0: plain GRPO, nothing stored or retired",
     )
+    replayed: int = Field(
+        1,
+        ge=1,
+        description="stored trajectories that enter a replay question's group, the first by the"
+        " rule choose; fewer where it has fewer",
+    )
     replay_samples: int | None = Field(
         None,
         ge=1,
-        description="rollouts of a replay question beside its trajectory; default K - 1; fewer save"
+        description="rollouts of a replay question beside them; default K - replayed; fewer save"
         " generation, and let questions retire sooner",
     )
     start_success: float = Field(
@@ -202,7 +209,7 @@ class CurateSettings(Section):
     store_before_start: bool = Field(
         False, description="keep the successes of steps before replay has started"
     )
-    count_replayed: bool = Field(True, description="whether the replayed row counts in k and n")
+    count_replayed: bool = Field(True, description="whether replayed rows count in k and n")
     store: RuleText = Field(
         "correct AND k < n", description="rule, of each rollout: does it enter the pool"
     )
@@ -218,7 +225,7 @@ class CurateSettings(Section):
         "1", description="rule, of each stored question: its weight inside its bucket"
     )
     choose: RuleText = Field(
-        "mean_entropy", description="rule, of each stored trajectory: the smallest is replayed"
+        "mean_entropy", description="rule, of each stored trajectory: the smallest are replayed"
     )
     drop: RuleText = Field(
         "false", description="rule, of each stored trajectory after a step: does it leave the pool"
@@ -243,13 +250,17 @@ class CurateSettings(Section):
 class ObjectiveSettings(Section):
     """The mixed-policy objective."""
 
-    shaping: Literal["ratio", "none", "power", "sqrt"] = Field(
-        "ratio", description="policy shaping f of the replay ratio; ratio: x / (x + beta)"
+    shaping: Literal["ratio", "none", "power", "sqrt", "clip"] = Field(
+        "ratio",
+        description="policy shaping f of the replay ratio; ratio: x / (x + beta); clip: PPO's"
+        " clipped ratio instead",
     )
     beta: float = Field(0.1, gt=0, description="beta of the shaping")
     power: float = Field(0.5, gt=0, description="exponent of shaping = power")
     clip: Literal["auto", "on", "off"] = Field(
-        "auto", description="PPO clipping of fresh tokens; auto: on until replay has started"
+        "auto",
+        description="PPO clipping of fresh tokens; auto: on until replay has started, and where"
+        " loop.lag let an earlier policy sample",
     )
     clip_low: float = Field(0.2, gt=0, lt=1, description="ratios are clipped to 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="and to 1 + clip_high")
@@ -317,7 +328,11 @@ class TrainSettings(Section):
         description="processes (GPUs) of this machine that the loop trains on; more: torchrun",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
-    autocast: bool = Field(True, description="bfloat16 compute where the device has it")
+    autocast: Autocast = Field(
+        True,
+        description="bfloat16 compute on a GPU that has it; always: on a CPU too, which is faster"
+        " only where its processor has instructions for it",
+    )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights of the saved policy; auto: as the initial model's"
     )
@@ -365,6 +380,12 @@ class LoopSettings(Section):
     """`exgrpo run`."""
 
     steps: int = Field(500, ge=1, description="iterations")
+    lag: int = Field(
+        0,
+        ge=0,
+        description="step t is sampled by policy t - lag, so that sampling and training can go on"
+        " at the same time: see [lag.md](lag.md)",
+    )
     track: Literal["none", "trackio", "wandb", "tensorboard"] = Field(
         "none", description="experiment tracker that gets the metrics, beside metrics.jsonl"
     )
@@ -391,6 +412,11 @@ class Recipe(Section):
         train = self.train
         if train.schedule != "constant" and train.min_learning_rate > train.learning_rate:
             raise ValueError("train.min_learning_rate is above train.learning_rate")
+        if self.curate.replayed > 1 and self.replay_samples < 1:
+            raise ValueError(
+                f"curate.replayed = {self.curate.replayed} leaves no rollouts of rollout.samples ="
+                f" {self.rollout.samples} beside them; replay fewer, or set curate.replay_samples"
+            )
         if set(self.rollout.url) & set("@?#"):  # here, as a field's own error would print it
             raise ValueError(
                 "rollout.url holds more than http://HOST:PORT; it is written into recipe.toml, so"
@@ -409,6 +435,12 @@ class Recipe(Section):
         return self.objective.length_divisor or self.rollout.max_new_tokens
 
     @property
+    def replay_samples(self) -> int:
+        """Rollouts of a replay question beside its stored trajectories."""
+        given = self.curate.replay_samples
+        return self.rollout.samples - self.curate.replayed if given is None else given
+
+    @property
     def entropy_top_k(self) -> int:
         """How many tokens the engine's entropies are estimated from; none where score follows."""
         given = self.rollout.entropy_top_k
@@ -418,6 +450,6 @@ class Recipe(Section):
 SAMPLED_BY = (
     "seed", "rollout.temperature", "rollout.max_new_tokens", "rollout.max_prompt_tokens",
     "model.template", "model.chat_template_kwargs", "model.plain_template", "model.system",
-    "model.replace_system",
+    "model.replace_system", "loop.lag",
 )  # fmt: skip
 """Settings that a step's rollouts have in common, and that what is made from them counts on."""

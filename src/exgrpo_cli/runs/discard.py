@@ -42,6 +42,10 @@ def discard_after(run: RunDir, step: int) -> list[int]:
     for merged in (run.root / "merged").glob("step-*"):
         if int(merged.name.removeprefix("step-")) > step:
             remove_folder(merged)
+    # What was imported stays, to be scored by another policy.
+    for scores in (run.root / "scores").glob("step-*-import"):
+        if int(scores.name.split("-")[1]) > step:
+            remove_folder(scores)
     for number in sorted({n for kind in _LATER for n in run.steps(kind) if n > step}, reverse=True):
         for kind in _LATER:
             _remove(run, kind, number)

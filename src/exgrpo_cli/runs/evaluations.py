@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.retention import prune_policies
+from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.prepare import import_into
 from exgrpo_cli.runs.session import Session
 from exgrpo_cli.step import Step
@@ -19,14 +21,22 @@ Summary = Mapping[str, Any]
 """The metrics of :func:`exgrpo_cli.stages.evaluate.evaluate`."""
 
 
+def sets_due(run: RunDir, recipe: Recipe, step: int) -> dict[str, Path]:
+    """The recipe's problem sets on which the policy of a step is due to be evaluated and was not
+    yet; none where it was removed before it was due."""
+    if not recipe.evaluates(step) or run.is_removed(step):
+        return {}
+    return {
+        name: Path(source)
+        for name, source in recipe.evaluate.problems.items()
+        if not run.is_evaluated(step, name)
+    }
+
+
 def evaluate_due(session: Session, step: int) -> None:
-    """Evaluate the policy of a step on the recipe's problem sets, where it is due and missing, and
-    was not removed before it was due."""
-    run, recipe = session.run, session.recipe
-    if recipe.evaluates(step) and not run.is_removed(step):
-        for name, source in recipe.evaluate.problems.items():
-            if not run.is_evaluated(step, name):
-                evaluate_set(session, step, name, Path(source))
+    """Evaluate the policy of a step where it is due: see :func:`sets_due`."""
+    for name, source in sets_due(session.run, session.recipe, step).items():
+        evaluate_set(session, step, name, source)
 
 
 def evaluate_set(
@@ -61,14 +71,20 @@ def evaluate_set(
                 f" {source} another name, or --force"
             )
         wanted.replace(problems)
-    summary = evaluate(
+    began = time.time()
+    result = evaluate(
         Step.of(run, step, problems=problems, evaluation=run.evaluation(step, name)),
         recipe,
         force=force,
         log=session.log,
         engine=session.engine.at,
         pool=session.pool,
-    ).metrics
+    )
+    summary = result.metrics
+    if result.done:
+        times = {"began": began, "ended": time.time()}
+        times = {f"time/evaluate/{name}_{key}": value for key, value in times.items()}
+        run.record(step, f"time-evaluate-{name}", times)
     run.record(step, f"evaluate-{name}", evaluation_metrics(name, summary))
     prune_policies(run, recipe, step)  # another one may be the best now
     overall = summary["overall"]

@@ -151,6 +151,7 @@ def _files(other: RunDir, step: int, *, trainer: bool) -> list[tuple[Path, Path]
     found += (root / "metrics" / ours).glob("evaluate-*.json")
     kinds = ("rollouts", "verdicts", "scores", "metrics", "evaluations")
     folders = [root / kind / name for kind in kinds for name in earlier]
+    folders += [other.imported(kind, n) for kind in kinds[:3] for n in range(step + 1)]
     folders += [other.policy(step), root / "evaluations" / ours]
     folders += [other.trainer(step)] if trainer else []
     for folder in folders:

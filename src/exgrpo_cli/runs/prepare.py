@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.engines import engine_count
@@ -22,6 +23,9 @@ from exgrpo_cli.retention import keep_policy
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import record_provenance
 from exgrpo_cli.step import Step
+
+if TYPE_CHECKING:
+    from exgrpo_cli.problems.rows import Problem
 
 
 def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
@@ -56,13 +60,16 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     if own is not None:
         changed = differences(with_absolute_paths(load_recipe(own)), recipe)
     latest = max(run.steps("policy"), default=0)
-    sampled = any(run.rollouts(latest).glob("*part-*"))  # also what a killed task has left
+    ahead = [  # also what a killed task has left
+        n for n in run.steps("rollouts") if n >= latest and any(run.rollouts(n).glob("*part-*"))
+    ]
     for key, (old, new) in changed.items():
-        if sampled and key in SAMPLED_BY:
+        if ahead and key in SAMPLED_BY:
+            steps = f"steps {latest} to {ahead[-1]}" if len(ahead) > 1 else f"step {latest}"
             raise InputError(
-                f"{run.root}: {key} was {old!r} when step {latest} was sampled, and becomes"
-                f" {new!r} only between steps; train step {latest} first, or remove"
-                f" {run.rollouts(latest)}"
+                f"{run.root}: {key} was {old!r} when step {ahead[-1]} was sampled, and becomes"
+                f" {new!r} only between steps; train {steps} first, or remove"
+                f" {' and '.join(str(run.rollouts(n)) for n in ahead)}"
             )
         trained = bool(run.steps("policy")) and key.startswith(("lora.", "model.path"))
         if trained or (run.problems.exists() and key.startswith("problems.")):
@@ -105,7 +112,9 @@ def check_engines(run: RunDir, recipe: Recipe) -> None:
     if recipe.rollout.engine == "server":
         check_policy(recipe.model.path)
         latest = max(run.steps("policy"), default=0)
-        open_engine(recipe, run.policy_path(latest, recipe.model.path)).close()
+        planned = max(run.steps("plan"), default=0)
+        sampling = min(max(planned - recipe.loop.lag, 0), latest)
+        open_engine(recipe, run.policy_path(sampling, recipe.model.path)).close()
     if engine_count(recipe) > 1:
         engine_environments(recipe)
     if recipe.score.enabled and recipe.score.processes > 1:
@@ -122,6 +131,8 @@ def import_into(
     name: str | None = None,
     dedupe: bool = True,
     held_out: bool = False,
+    made: Sequence[Problem] | None = None,
+    without: Path | None = None,
 ) -> dict[str, Any]:
     """Import a problem set, leaving out prompts that are too long for the policy.
 
@@ -135,6 +146,8 @@ def import_into(
         dedupe: whether a question that stands several times enters once.
         held_out: whether it is for evaluation: of ``problems`` only the verifier counts, the rest
             is of the training set.
+        made: problems that are taken instead of ``source``, which then names them in messages.
+        without: a problems table whose questions are left out.
 
     Returns:
         The importer's report, with ``too_long`` and ``problems`` (how many were kept).
@@ -159,6 +172,8 @@ def import_into(
         log,
         columns={str(name): column for name, column in training.columns.items()},
         skip_bad=training.skip_bad,
+        made=made,
+        without=without,
     )
     problems, report = imported.frame, dict(imported.report)
     if policy is not None:

@@ -161,8 +161,10 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
         ``writing`` (they have a young temporary file) and that a killed one has ``left``
         unfinished, ``ready``, those of the missing that can be made now (what they are made from
         is there), and ``newest_seconds``, the age of the last part; for ``score`` also ``replay``,
-        the same of the replay candidates; for all of them and for ``curate`` and ``train`` whether
-        it is ``complete``; ``faults``: lines about what must be mended by hand.
+        the same of the replay candidates, and where the step takes in trajectories of others, for
+        ``verify`` and ``score`` ``imports``, the same of their files; for all of them and for
+        ``curate`` and ``train`` whether it is ``complete``; ``faults``: lines about what must be
+        mended by hand.
     """
     faults: list[str] = []
     plan = _plan_of(run, step, faults) if deep else None
@@ -208,6 +210,14 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
                 )
         faults += [f"{path}: damaged (no Parquet); remove it" for path in folder.damaged]
         stages[stage] = entry
+    imports = run.imports(step)
+    for stage in ("verify", "score") if imports else ():
+        made = run.imported(ARRAYS[stage], step)
+        gaps = [i for i, file in enumerate(imports) if not (made / file.name).exists()]
+        stages[stage]["imports"] = {
+            "done": len(imports) - len(gaps), "expected": len(imports), "missing": gaps,
+        }  # fmt: skip
+        stages[stage]["complete"] = stages[stage]["complete"] and not gaps
     for stage, entry in stages.items():
         missing = entry["missing"]
         can = set(missing) if plan is not None else set()  # a rollout needs its plan alone
@@ -260,7 +270,8 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         newest; ``removed_policies``, their steps; ``origin``, the run and step that it goes on from
         (None for most); ``replay_started_step`` (None before); ``at_work``: whether an ``exgrpo
         run``, ``curate`` or ``train`` holds the run; ``step``: see :func:`describe_step`;
-        ``behind``: earlier steps with missing parts, ``step`` to the missing numbers by stage;
+        ``ahead``: the same of the steps after it that a lag lets sample; ``behind``: earlier steps
+        with missing parts, ``step`` to the missing numbers by stage;
         ``evaluations``: by set the steps ``done`` and ``missing``; ``faults``: what must be mended
         by hand; ``sbatch``: options for ``GPU`` and ``CPU`` jobs (None where not known);
         ``next``: ``step``, ``stage`` (``init`` before there are problems, ``done`` when all steps
@@ -276,7 +287,12 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     trained = max(run.steps("policy"), default=0)
     shown = describe_step(run, trained if step is None else step, settings)
     current = shown if shown["step"] == trained else describe_step(run, trained, settings)
-    faults = list(dict.fromkeys([*current["faults"], *shown["faults"]]))
+    ahead = [
+        describe_step(run, n, settings)
+        for n in run.steps("plan")
+        if step is None and trained < n <= trained + settings.loop.lag
+    ]
+    faults = list(dict.fromkeys(f for one in (current, shown, *ahead) for f in one["faults"]))
     behind = _behind(run, trained, settings)
     faults += [_lost_rollouts(run, int(n)) for n, gaps in behind.items() if "rollout" in gaps]
     origin = run.origin()
@@ -294,6 +310,7 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         "replay_started_step": _replay_from(run, trained),
         "at_work": run.is_locked(),
         "step": shown,
+        "ahead": ahead,
         "behind": behind,
         "evaluations": _evaluations(run, trained, settings),
         "faults": faults,

@@ -152,5 +152,7 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return {
         key: value
         for key, value in metrics.items()
-        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        if not (key == "step" or key.endswith(("_began", "_ended")))
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
     }

@@ -86,6 +86,8 @@ def curate(
 
         metrics = _metrics(experience, t)
         _say_of_choice(experience, note)
+        if files.imports:
+            _say_of_imports(experience, note)
         if force or not (run.policy(t + 1).exists() and run.curated(t).exists()):
             _say_of_engine(run, write_curated(experience, t), note)
         else:
@@ -145,7 +147,7 @@ def _say_of_choice(experience: Experience, note: Log) -> None:
             " prompts longer than rollout.max_prompt_tokens?); nothing is replayed of them"
         )
     stale, scored = con.execute(
-        "SELECT sum(unscored), sum(candidates) FROM chosen"
+        "SELECT sum(unscored), sum(candidates) FROM chosen WHERE rank = 1"
         " HAVING sum(unscored) < sum(candidates) AND sum(unscored) > 0"
     ).fetchone() or (0, 0)
     if stale and by_policy(experience.recipe):
@@ -163,6 +165,15 @@ def _say_of_choice(experience: Experience, note: Log) -> None:
             f"{count} planned replay questions have no stored trajectory (the first is {first});"
             " their groups are trained without one"
         )
+
+
+def _say_of_imports(experience: Experience, note: Log) -> None:
+    rows, right, stored = experience.con.execute(
+        "SELECT count(*), count(*) FILTER (WHERE correct),"
+        " count(*) FILTER (WHERE rollout_id IN (SELECT rollout_id FROM experience))"
+        " FROM import_rows"
+    ).fetchall()[0]
+    note(f"of {rows} imported trajectories {right} are right, and {stored} are in the pool now")
 
 
 def _say_of_engine(run: RunDir, collected: list[int], note: Log) -> None:

@@ -117,7 +117,8 @@ def evaluate(
     request = out / "evaluation.json"
     anew = "remove its folder, and evaluate makes it anew"
     before = tables.read_json(request, anew) if request.exists() else {}
-    if rollouts.exists() and not force:
+    sampled = force or not rollouts.exists()
+    if not sampled:
         _refuse_other(out, before, asked)
         log(f"evaluate: {rollouts} is there; not sampled again")
     else:
@@ -161,7 +162,7 @@ def evaluate(
         "average": average_of_sources(judged, bootstrap, recipe.seed),
     }
     tables.write_json(out / "summary.json", summary)
-    return Result(done=1, metrics=summary)
+    return Result(int(sampled), int(not sampled), metrics=summary)
 
 
 def evaluation_metrics(name: str, summary: Mapping[str, Any]) -> dict[str, float]:

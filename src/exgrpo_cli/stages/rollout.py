@@ -1,4 +1,4 @@
-"""The rollout stage: sample the planned questions from the current policy."""
+"""The rollout stage: sample the planned questions from the policy that the step is due to."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rollout(
     Args:
         step: reads ``problems`` and ``plan`` (without one every problem is fresh, with K samples;
             a run's first plan is made here), writes ``rollouts``.
-        recipe: sections ``rollout``, ``model``, ``lora`` and ``curate.questions``.
+        recipe: sections ``rollout``, ``model``, ``lora``, ``loop.lag`` and ``curate.questions``.
         shard: which parts to do.
         force: sample parts again that exist.
         log: gets plain lines.
@@ -83,6 +83,7 @@ def rollout(
         StageError: the engine left a row out.
     """
     started = time.monotonic()
+    step = step.lagged(recipe.loop.lag)
     questions = _planned(step, recipe, log)
     if not questions:
         log(f"step {step.number}: every question is retired; there is nothing to sample")

@@ -1,4 +1,4 @@
-"""The score stage: exact log-probabilities and entropies under the current policy."""
+"""The score stage: exact log-probabilities and entropies under the policy that samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, progress, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import step_number
 from exgrpo_cli.step import Result, Step
 from exgrpo_cli.tables import WHOLE, Shard
 
@@ -31,18 +32,18 @@ def score(
     force: bool = False,
     log: Log = quiet,
 ) -> Result:
-    """Score a step's rollouts, and the stored trajectories of its replay questions.
+    """Score a step's rollouts, what it takes in from others, and its replay questions' candidates.
 
     A forward pass of the training model over prompt and response gives the log-probability of
     every response token and the entropy of its distribution, logits divided by the sampling
     temperature. Those of the fresh rollouts are the old log-probabilities of the objective; those
-    of the stored trajectories let ``curate`` choose by entropy under the current policy.
+    of the stored trajectories let ``curate`` choose by entropy under the same policy.
 
     Args:
         step: reads ``rollouts`` and the policy that sampled them, in a run also ``plan`` and the
-            experience; writes ``scores``: ``part-*`` beside each part of the rollouts, and
-            ``replay-*`` for the stored trajectories.
-        recipe: ``score``, ``rollout.temperature`` and ``model``.
+            experience; writes ``scores``: a part beside each part of the rollouts and imports,
+            and ``replay-*`` for the stored trajectories.
+        recipe: ``score``, ``rollout.temperature``, ``loop.lag`` and ``model``.
         shard: which parts to do.
         force: score parts again that exist.
         log: gets plain lines.
@@ -52,9 +53,11 @@ def score(
         was computed is the forward passes.
 
     Raises:
-        InputError: missing or damaged rollouts, or a policy that cannot be opened.
+        InputError: missing or damaged rollouts, a policy that cannot be opened, or rollouts of
+            another policy of the run.
     """
     started = time.monotonic()
+    step = step.lagged(recipe.loop.lag)
     out, rollouts = step.scores, step.rollouts
     if out.resolve() == rollouts.resolve():
         raise InputError(f"{out}: holds the rollouts; give the scores a folder of their own")
@@ -64,6 +67,8 @@ def score(
         if shard.has(tables.part_number(file)[0])
     ]
     jobs += [job for number, job in enumerate(_candidate_parts(step)) if shard.has(number)]
+    imports = enumerate(step.imports("scores"))
+    jobs += [(target, file) for number, (file, target) in imports if shard.has(number)]
     todo = [job for job in jobs if force or not job[0].exists()]
     metrics = {"rows": 0, "candidates": 0, "tokens": 0}
     computing = 0.0
@@ -72,9 +77,7 @@ def score(
         with progress(f"score step {step.number}", len(todo), log) as advance:
             for target, source in todo:
                 if isinstance(source, Path):
-                    columns = ["rollout_id", "step", "prompt_ids", "token_ids"]
-                    own = None if "rollouts" in step.given else step.number
-                    rows, kind = tables.read_table("rollouts", source, columns, step=own), "rows"
+                    rows, kind = _rollouts(step, source), "rows"
                 else:
                     rows, kind = _trajectories(step, source), "candidates"
                 began = time.monotonic()
@@ -120,6 +123,21 @@ def _candidate_parts(step: Step) -> list[tuple[Path, pl.DataFrame]]:
         )
         for i, chunk in enumerate(chunks)
     ]
+
+
+def _rollouts(step: Step, source: Path) -> pl.DataFrame:
+    """A part of the step's rollouts, refused where another policy of the run has sampled it."""
+    columns = ["rollout_id", "step", "policy", "prompt_ids", "token_ids"]
+    own = None if "rollouts" in step.given else step.number
+    rows = tables.read_table("rollouts", source, columns, step=own)
+    for policy in rows["policy"].unique():
+        if step.model is None and policy != step.policy_name and step_number(policy) is not None:
+            raise InputError(
+                f"{source}: sampled by policy {policy}, and loop.lag = {step.lag} means"
+                f" {step.policy_name}; score with the lag that step {step.number} was sampled with,"
+                " or give --policy"
+            )
+    return rows
 
 
 def _trajectories(step: Step, candidates: pl.DataFrame) -> pl.DataFrame:

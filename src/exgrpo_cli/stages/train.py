@@ -28,9 +28,8 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
     """Update the policy of step t on the mixed batch of step t.
 
     The batch: a fresh question's rollouts are a group; a replay question's rollouts and its
-    curated trajectory (first, with the reward that it was collected with) are a group whose
-    advantages come from all its rewards together. A replay question without a curated trajectory is
-    a fresh group.
+    curated trajectories (first, with the rewards that they were collected with) are a group whose
+    advantages come from all its rewards together. A replay question without one is a fresh group.
 
     With ``objective.truncated = "zero_advantage"`` (as DAPO's overlong filtering, arXiv 2503.14476,
     section 3.4) a fresh response that was cut off at the length limit still counts in its group's
@@ -46,10 +45,11 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
     and the first one writes.
 
     Args:
-        step: reads ``rollouts``, ``verdicts``, ``scores`` (for the old log-probabilities; computed
-            here where there are none), ``curated``, the policy that sampled them and its
-            ``trainer`` (a run's step 0 and loose files without one start a fresh optimizer);
-            writes ``next_policy`` and ``next_trainer``, and in a run the metrics.
+        step: reads ``rollouts``, ``verdicts``, ``scores`` (for the old log-probabilities; where
+            there are none they are computed here, or, where an earlier policy sampled, the
+            engine's), ``curated``, the policy t and its ``trainer`` (a run's step 0 and loose files
+            without one start a fresh optimizer); writes ``next_policy`` and ``next_trainer``, and
+            in a run the metrics.
         recipe: ``objective``, ``train``, ``lora``, ``model``, ``seed`` and ``rollout``'s
             temperature.
         force: train anew where ``next_policy`` exists.
@@ -87,7 +87,7 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
             check_tokenizer(policy)  # or only the next rollout would miss it
         device = resolve_device(device_name)
         batch = Batch.read(step)
-        work = _Work(step, recipe, policy, device, say)
+        work = _Work(step, recipe, policy, device, say, batch.lag)
         with _seeded(work.seed, device):
             metrics, notes, seconds = work.train(batch, started)
     _record(step, metrics)
@@ -160,25 +160,26 @@ class _Work:
     """One step's training on one device, its settings resolved."""
 
     def __init__(
-        self, step: Step, recipe: Recipe, policy: str, device: torch.device, log: Log
+        self, step: Step, recipe: Recipe, policy: str, device: torch.device, log: Log, lag: int
     ) -> None:
         self.step = step
         self.recipe = recipe
         self.policy = policy
         self.device = device
         self.seed = tables.row_seed(recipe.seed, "train", step.number)
-        self.terms = self._terms()
+        self.terms = self._terms(lag)
         self._log = log
 
     def say(self, line: str) -> None:
         self._log(f"train step {self.step.number}: {line}")
 
-    def _terms(self) -> Terms:
+    def _terms(self, lag: int) -> Terms:
         from exgrpo_cli.training.objective import Clip
         from exgrpo_cli.training.update import Terms
 
         settings = self.recipe.objective
-        on = not self._replaying() if settings.clip == "auto" else settings.clip == "on"
+        auto = lag > 0 or not self._replaying()
+        on = auto if settings.clip == "auto" else settings.clip == "on"
         return Terms(
             settings=settings,
             clip=Clip(settings.clip_low, settings.clip_high) if on else None,

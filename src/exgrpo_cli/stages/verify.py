@@ -21,7 +21,14 @@ from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, VerifySettings
 from exgrpo_cli.step import Result, Step
 from exgrpo_cli.tables.duck import literal, open_database
-from exgrpo_cli.verifiers import STATUSES, Verdict, allowed_verifier, check_verifier, is_function
+from exgrpo_cli.verifiers import (
+    STATUSES,
+    Verdict,
+    allowed_verifier,
+    check_verifier,
+    is_function,
+    takes_metadata,
+)
 from exgrpo_cli.verifiers.extract import extract_answer
 from exgrpo_cli.verifiers.reward import has_required, overlong, well_formed
 
@@ -51,7 +58,8 @@ def verify(
     verifier: str | None = None,
     pool: Pool | None = None,
 ) -> Result:
-    """Judge rollouts: one ``verdicts`` part for each ``rollouts`` part, row for row in its order.
+    """Judge rollouts: one ``verdicts`` part for each ``rollouts`` part, row for row in its order;
+    in a run also the trajectories of others that the step takes in.
 
     A part whose verdicts exist is skipped, so a killed run goes on where it stopped. Memory stays
     bounded however large a part and its row groups are; the workers and what they have judged are
@@ -85,8 +93,10 @@ def verify(
 
     began = time.monotonic()
     targets = _targets(step.rollouts, step.verdicts)
+    imports = enumerate(step.imports("verdicts"))
     golds = _read_golds(step.problems, recipe, verifier)
     mine = [(file, target) for file, target in targets if shard.has(tables.part_number(file)[0])]
+    mine += [pair for number, pair in imports if shard.has(number)]
     todo = [(file, target) for file, target in mine if force or not target.exists()]
     total = _Counts()
     with (
@@ -166,7 +176,8 @@ def explain(
 
     problems = step.problems
     golds = _read_golds(problems, recipe, verifier)
-    for file in tables.parquet_files(step.rollouts):
+    imported = [file for file, _ in step.imports("verdicts")]
+    for file in [*tables.parquet_files(step.rollouts), *imported]:
         identifiers = tables.read_table("rollouts", file, ["rollout_id"])["rollout_id"]
         index = (identifiers == rollout_id).arg_max() if identifiers.len() else None
         if index is None or identifiers[index] != rollout_id:
@@ -306,7 +317,7 @@ def _jobs(
     extracted = None
     if has_required(row["text"], settings.require):
         extracted = extract_answer(row["text"], settings.extract)
-    if not is_function(verifier):
+    if not takes_metadata(verifier):
         whole = settings.extract == "whole" and verifier in _READ_WHOLE_TEXTS
         return [Job(verifier, answer, extracted, whole=whole) for answer in answers]
     try:
@@ -318,7 +329,8 @@ def _jobs(
             f"{problems}: metadata of problem_id {row['problem_id']!r} is no JSON object, which"
             f" verifier {verifier} takes"
         )
-    return [Job(verifier, answers[0], extracted, response=row["text"], metadata=values)]
+    response = row["text"] if is_function(verifier) else ""
+    return [Job(verifier, answers[0], extracted, response=response, metadata=values)]
 
 
 def _best(judged: Sequence[tuple[Job, Verdict]]) -> tuple[Job, Verdict]:

@@ -1,4 +1,4 @@
-"""The mixed batch of a step: fresh groups, and replay groups with their replayed trajectory."""
+"""The mixed batch of a step: fresh groups, and replay groups with their replayed trajectories."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.rundir import step_number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -86,6 +87,8 @@ class Batch:
     """The rollouts' place, for messages."""
     curated_where: str
     """Likewise the trajectories'."""
+    lag: int
+    """By how many steps the policy that sampled is older than the one that the step trains."""
 
     @classmethod
     def read(cls, step: Step) -> Batch:
@@ -98,6 +101,7 @@ class Batch:
         name = str(step.rollouts)
         rollouts = _read_rollouts(step.rollouts, step.number)
         rewards = _read_rewards(step.verdicts, rollouts, name)
+        sampler = step_number(rollouts["policy"][0])
         scores, curated = step.find("scores"), step.find("curated")
         if step.run is not None and "scores" not in step.given and not step.scores.is_dir():
             scores = None
@@ -107,13 +111,15 @@ class Batch:
             None if curated is None else _read_curated(curated, step.number),
             name,
             str(curated),
+            step.number - (sampler if sampler is not None else step.number),
         )
 
     def groups(self, recipe: Recipe) -> list[Group]:
         """The groups with their advantages, in an order that does not depend on parts.
 
-        A fresh question's rollouts are a group; a replay question's rollouts and its trajectory
-        (first) are a group whose advantages come from all its rewards together.
+        A fresh question's rollouts are a group; a replay question's rollouts and its trajectories
+        (first, the best one at the top) are a group whose advantages come from all its rewards
+        together.
 
         Args:
             recipe: ``objective``, and ``rollout.samples``: with one alone there are no rollouts
@@ -125,7 +131,7 @@ class Batch:
         members: dict[tuple[str, str], list[tuple[Row, float]]] = {}
         for row, key, reward in self._fresh():
             members.setdefault(key, []).append((row, reward))
-        for row, key, reward in self._replayed():
+        for row, key, reward in reversed(self._replayed()):
             if key not in members and recipe.rollout.samples > 1:
                 raise InputError(
                     f"{self.curated_where}: question {key[0]} has a curated trajectory but no"
@@ -136,7 +142,10 @@ class Batch:
 
     def _fresh(self) -> list[tuple[Row, tuple[str, str], float]]:
         rows = self.rollouts.sort("problem_id", "role", "sample")
-        old = {} if self.old is None else _by_rollout(self.old)
+        # Without scores the trainer computes those of its own policy, which with a lag is another
+        # than the one that sampled.
+        known = self.rollouts if self.old is None and self.lag else self.old
+        old = {} if known is None else _by_rollout(known)
         return [
             (Row(rollout_id, prompt, tokens, 0.0, False, old.get(rollout_id), sampler), key, reward)
             for rollout_id, prompt, tokens, sampler, key, reward in zip(
@@ -191,12 +200,13 @@ class Batch:
         ]
 
     def facts(self) -> dict[str, float | None]:
-        """Metrics of the batch itself: rewards by role and bucket, replay age, truncation."""
+        """Metrics of the batch itself: lag, rewards by role and bucket, replay age, truncation."""
         import polars as pl
 
         rows = self.rollouts
         again = rows.filter(pl.col("role") == "replay")
         facts: dict[str, Any] = {
+            "lag": self.lag,
             "truncated_share": (rows["finish_reason"] == "length").mean(),
             "reward_fresh": rows.filter(pl.col("role") == "fresh")["reward"].mean(),
             "reward_replay": again["reward"].mean(),
@@ -204,7 +214,8 @@ class Batch:
         if self.curated is not None:
             ages = self.curated["step"] - self.curated["collected_step"]
             facts |= {"replay_age_mean": ages.mean(), "replay_age_max": ages.max()}
-            of_bucket = again.join(self.curated.select("problem_id", "bucket"), on="problem_id")
+            buckets = self.curated.filter(pl.col("rank") == 1).select("problem_id", "bucket")
+            of_bucket = again.join(buckets, on="problem_id")
             for bucket, chosen in of_bucket.group_by("bucket"):
                 facts[f"reward_replay_{bucket[0]}"] = chosen["reward"].mean()
         return {f"train/{name}": None if v is None else float(v) for name, v in facts.items()}
@@ -272,4 +283,4 @@ def _read_scores(path: Path, rollouts: pl.DataFrame, step: int, where: str) -> p
 
 
 def _read_curated(path: Path, step: int) -> pl.DataFrame:
-    return tables.read_table("curated", path, step=step).sort("problem_id")
+    return tables.read_table("curated", path, step=step).sort("problem_id", "rank")

@@ -21,7 +21,7 @@ ENTROPY_FLOOR = 0.2
 
 
 RATIO_CEILING = 10.0
-"""No sound update moves a fresh token's probability by this factor within one step."""
+"""No sound training moves a fresh token's probability by this factor within a step, or a few."""
 
 
 SILENT_SHARE = 0.9
@@ -48,7 +48,7 @@ def warnings_of(
         " objective.entropy_bonus or lower train.learning_rate"
     )
     jump = (
-        f"a fresh token's probability rose {ratio or 0:.3g} times in this step; lower"
+        f"a fresh token's probability rose {ratio or 0:.3g} times since it was sampled; lower"
         " train.learning_rate, or set objective.clip = on"
     )
     silence = (

@@ -91,7 +91,8 @@ def shape_ratio(log_ratio: Tensor, shaping: str, beta: float, power: float) -> T
     """Policy shaping f(w*) of a replayed token's ratio w* = exp(log pi - log pi_past).
 
     ``ratio``: w* / (w* + beta), here as the sigmoid of ``log w* - log beta``, which cannot
-    overflow. ``power``: w* to a power. ``sqrt``: its square root. ``none``: w* itself.
+    overflow. ``power``: w* to a power. ``sqrt``: its square root. ``none``, and ``clip``, which
+    :func:`policy_loss` does: w* itself.
 
     Args:
         log_ratio: any shape, log w*, nats.
@@ -107,7 +108,7 @@ def shape_ratio(log_ratio: Tensor, shaping: str, beta: float, power: float) -> T
     """
     if shaping == "ratio":
         shaped = torch.sigmoid(log_ratio - math.log(beta))
-    elif shaping == "none":
+    elif shaping in ("none", "clip"):
         shaped = _bounded(log_ratio).exp()
     elif shaping == "power":
         shaped = _bounded(power * log_ratio).exp()
@@ -120,10 +121,15 @@ def shape_ratio(log_ratio: Tensor, shaping: str, beta: float, power: float) -> T
 
 @dataclass(frozen=True)
 class Clip:
-    """PPO's clipping of fresh tokens: ratios are clipped to [1 - low, 1 + high]."""
+    """PPO's clipping: ratios are clipped to [1 - low, 1 + high]."""
 
     low: float
     high: float
+
+    def loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """``[T]``: max(-A w, -A clip(w)). Where it is the second, w has no gradient."""
+        bounded = ratio.clamp(1 - self.low, 1 + self.high)
+        return torch.maximum(-advantages * ratio, -advantages * bounded)
 
 
 def policy_loss(
@@ -136,13 +142,15 @@ def policy_loss(
     shaping: str,
     beta: float,
     power: float = 0.5,
+    past_clip: Clip | None = None,
     sequences: Tensor | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Sums]:
     """The loss of every token, not yet weighted, and the sums that its metrics are made of.
 
     Fresh: -A w with w = pi / pi_old, or PPO's clipped max(-A w, -A clip(w)). Replayed:
-    -A f(w*) with w* = pi / pi_past and f the policy shaping; never clipped. Where f is bounded by
+    -A f(w*) with w* = pi / pi_past and f the policy shaping, or PPO's clipped loss of w* where
+    ``shaping`` is ``clip``. Where f is bounded by
     1, so is what a replayed failure (A < 0) pushes down: at most |A| a token, and the less the
     further the policy has left it already.
 
@@ -156,6 +164,7 @@ def policy_loss(
         shaping: see :func:`shape_ratio`, as ``beta`` and ``power``.
         beta: see ``shaping``.
         power: see ``shaping``.
+        past_clip: the bounds of ``shaping = "clip"``.
         sequences: ``[T]`` int64, the row of each token: a fresh token's w is then that of its
             row, exp of the mean log-ratio of its tokens (GSPO, arXiv 2507.18071).
         dual_clip: where A < 0, w counts as at most this (dual clip, arXiv 1912.09729).
@@ -175,15 +184,17 @@ def policy_loss(
     fresh_loss = -fresh_advantages * ratio
     clipped = torch.zeros_like(ratio)
     if clip is not None:
-        bounded = -fresh_advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+        bounded = clip.loss(ratio, fresh_advantages)
         clipped = (bounded > fresh_loss).to(ratio.dtype)
-        fresh_loss = torch.maximum(fresh_loss, bounded)
+        fresh_loss = bounded
     if dual_clip is not None:
         least = torch.minimum(fresh_loss, -fresh_advantages * dual_clip)
         fresh_loss = torch.where(fresh_advantages < 0, least, fresh_loss)
 
     shaped = shape_ratio(log_ratio[past], shaping, beta, power)
     past_loss = -advantages[past] * shaped
+    if past_clip is not None:
+        past_loss = past_clip.loss(shaped, advantages[past])
 
     losses = torch.zeros_like(log_ratio).index_copy(0, fresh, fresh_loss)
     losses = losses.index_copy(0, past, past_loss)
@@ -198,6 +209,7 @@ def policy_loss(
                 shaped.sum(),
                 -log_ratio[past].sum(),
                 ratio.max() if ratio.numel() else ratio.new_tensor(-math.inf),
+                (ratio - 1).square().sum(),
             ]
         )
     names = (
@@ -209,6 +221,7 @@ def policy_loss(
         "shaped",
         "replayed_kl",
         "ratio_max",
+        "ratio_variance",
     )
     sums = dict(zip(names, values.tolist(), strict=True))
     return losses, sums | {"fresh": float(fresh.numel()), "replayed": float(past.numel())}
@@ -300,7 +313,8 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float | None]:
 
     - ``on_policy_loss``, ``off_policy_loss``: token means over the fresh, the replayed tokens;
       they do not add up to the loss, which weighs rows.
-    - ``ratio_mean``, ``ratio_max``: of fresh tokens' ratios, before clipping.
+    - ``ratio_mean``, ``ratio_max``: of fresh tokens' ratios, before clipping; ``ratio_std``: their
+      standard deviation about 1, which is their expectation.
     - ``clip_fraction``: share of the fresh tokens whose clipped loss was taken.
     - ``shaped_ratio_mean``: of replayed tokens, after shaping.
     - ``kl_old``: mean of old minus new log-probability over all tokens (the k1 estimate).
@@ -312,11 +326,13 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float | None]:
     def mean(name: str, count: float) -> float | None:
         return sums[name] / count if count else None
 
+    variance = mean("ratio_variance", fresh)
     return {
         "on_policy_loss": mean("fresh_loss", fresh),
         "off_policy_loss": mean("replayed_loss", past),
         "ratio_mean": mean("ratio", fresh),
         "ratio_max": sums["ratio_max"] if fresh else None,
+        "ratio_std": None if variance is None else math.sqrt(variance),
         "clip_fraction": mean("clipped", fresh),
         "shaped_ratio_mean": mean("shaped", past),
         "kl_old": (sums["fresh_kl"] + sums["replayed_kl"]) / (fresh + past)

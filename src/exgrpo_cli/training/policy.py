@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.models import (
+    autocasts,
     dtype_named,
     is_adapter,
     load_config,
@@ -205,7 +206,7 @@ def open_policy(
     model: Any = load_model(policy, recipe.model, at_first, training_dtype(recipe, device))
     if is_adapter(policy):
         model.set_adapter(model.active_adapter)
-        if device.type == "cuda" and recipe.train.autocast:
+        if autocasts(device, recipe.train.autocast):
             for parameter in model.parameters():  # whole modules that the adapter replaces
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()

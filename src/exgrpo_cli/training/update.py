@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exgrpo_cli.models import autocasts
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.progress import progress as counted
-from exgrpo_cli.recipe import ObjectiveSettings, TrainSettings
+from exgrpo_cli.recipe import Autocast, ObjectiveSettings, TrainSettings
 from exgrpo_cli.training import distributed, objective
 from exgrpo_cli.training.batch import Group, Row
 from exgrpo_cli.training.head import Head
@@ -99,15 +100,19 @@ class StepResult:
     """About updates that were left out."""
 
 
-def autocast(device: torch.device, enabled: bool) -> Any:
-    """bfloat16 compute where it is asked for and the device has it; float32 otherwise."""
-    if enabled and device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.autocast("cuda", torch.bfloat16)
+def autocast(device: torch.device, setting: Autocast) -> Any:
+    """bfloat16 compute where :func:`exgrpo_cli.models.autocasts` says so; float32 otherwise."""
+    if autocasts(device, setting):
+        return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
 
 
 def accumulate_gradient(
-    head: Head, rows: Sequence[Row], terms: Terms, tokens_per_microbatch: int, use_autocast: bool
+    head: Head,
+    rows: Sequence[Row],
+    terms: Terms,
+    tokens_per_microbatch: int,
+    use_autocast: Autocast,
 ) -> Gradient:
     """Add a mini-batch's gradient to the parameters', micro-batch by micro-batch.
 
@@ -161,7 +166,7 @@ def _micro_batch(
     weights: Sequence[float],
     tokens: int,
     terms: Terms,
-    use_autocast: bool,
+    use_autocast: Autocast,
     result: Gradient,
 ) -> None:
     """One forward and backward pass; what it left is added to ``result``.
@@ -201,6 +206,7 @@ def _micro_batch(
         return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes).to(logprobs)
 
     replayed = torch.tensor([row.replayed for row in rows]).repeat_interleave(sizes)
+    past_clip = objective.Clip(settings.clip_low, settings.clip_high)
     numbers = torch.arange(len(rows)).repeat_interleave(sizes).to(device)
     losses, sums = objective.policy_loss(
         logprobs,
@@ -211,6 +217,7 @@ def _micro_batch(
         shaping=settings.shaping,
         beta=settings.beta,
         power=settings.power,
+        past_clip=past_clip if settings.shaping == "clip" else None,
         sequences=numbers if settings.ratio == "sequence" else None,
         dual_clip=settings.dual_clip,
     )
@@ -296,7 +303,7 @@ def _sampler_mismatch(mismatch: Tensor) -> Sums:
 
 
 def fill_old(
-    head: Head, groups: Sequence[Group], terms: Terms, tokens_per_batch: int, use_autocast: bool
+    head: Head, groups: Sequence[Group], terms: Terms, tokens_per_batch: int, use_autocast: Autocast
 ) -> list[Group]:
     """Give the rows that have no old log-probabilities those of the policy as it is now."""
     rows = [row for group in groups for row in group if row.old is None]

@@ -2,8 +2,8 @@
 
 :mod:`extract` finds the final answer in a response, :mod:`math`, :mod:`choice`, :mod:`exact` and
 :mod:`numeric` compare it with the gold answer, and :mod:`pool` runs them in worker processes with
-hard time limits. A user's own function, ``path.py:function``, is a verifier too
-(:mod:`function`).
+hard time limits. :mod:`reasoning_gym` asks that library's scorers. A user's own function,
+``path.py:function``, is a verifier too (:mod:`function`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from exgrpo_cli.errors import InputError
 
-BUILT_IN = ("math", "math_verify", "choice", "exact", "numeric")
+BUILT_IN = ("math", "math_verify", "choice", "exact", "numeric", "reasoning_gym")
 """The verifiers that need no file."""
 
 STATUSES = ("ok", "no_answer", "no_format", "unparsable", "timeout", "error")
@@ -50,6 +51,11 @@ def is_function(verifier: str) -> bool:
     return _FUNCTION.fullmatch(verifier) is not None
 
 
+def takes_metadata(verifier: str) -> bool:
+    """Whether it is given the problem's metadata, and knows itself what its golds mean."""
+    return verifier == "reasoning_gym" or is_function(verifier)
+
+
 def split_function(verifier: str) -> tuple[Path, str]:
     """The file and the function's name of ``path.py:function``."""
     match = _FUNCTION.fullmatch(verifier)
@@ -63,8 +69,10 @@ def check_verifier(verifier: str) -> None:
 
     Raises:
         InputError: no such verifier, or no such file (a relative path is taken from the folder
-            where the command runs).
+            where the command runs); reasoning-gym is not installed.
     """
+    if verifier == "reasoning_gym" and find_spec("reasoning_gym") is None:
+        raise InputError(f"verifier {verifier} is not installed; run: pip install reasoning-gym")
     if verifier in BUILT_IN:
         return
     if not is_function(verifier):

@@ -20,7 +20,7 @@ from typing import Any
 
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.machine import open_standard_descriptors
-from exgrpo_cli.verifiers import Verdict, check_verifier, is_function
+from exgrpo_cli.verifiers import Verdict, check_verifier, is_function, takes_metadata
 from exgrpo_cli.verifiers.processes import START_LIMIT, Queue, Server, Task, Worker
 from exgrpo_cli.verifiers.sure import equal_numbers
 
@@ -44,7 +44,7 @@ class Job:
     response: str = ""
     """The whole response, for a user's function."""
     metadata: Mapping[str, Any] | None = None
-    """The problem's metadata, for a user's function."""
+    """The problem's metadata, for those that take it."""
     whole: bool = False
     """``extracted`` is running text, in which the verifier itself finds the answer (``math``)."""
 
@@ -160,29 +160,33 @@ class Pool:
             return Verdict("no_answer", why="the response gives no final answer")
         return Verdict(**self._run([_request(job) | {"explain": True}])[0])
 
-    def check_golds(self, golds: Sequence[tuple[str, str]]) -> list[str | None]:
+    def check_golds(self, golds: Sequence[Job]) -> list[str | None]:
         """Why gold answers cannot be judged against; None for those that can.
 
         Args:
-            golds: pairs of verifier and gold answer. A user's function is only loaded.
+            golds: jobs, of which the response does not matter. A user's function is only loaded.
 
         Raises:
             InputError, StageError: see :meth:`judge`.
         """
-        for verifier in dict.fromkeys(verifier for verifier, _ in golds):
+        for verifier in dict.fromkeys(gold.verifier for gold in golds):
             check_verifier(verifier)
-        faults: dict[tuple[str, str], str | None] = {}
-        requests = []
-        for gold in dict.fromkeys(golds):
-            verifier, answer = gold
-            key = (verifier, "") if is_function(verifier) else gold
-            if key not in faults:
-                faults[key] = None
-                requests.append((key, {"verifier": verifier, "answer": answer, "check": True}))
-        replies = self._run([request for _, request in requests])
-        for (key, _), reply in zip(requests, replies, strict=True):
-            faults[key] = reply["fault"] if "fault" in reply else str(reply["why"])
-        return [faults[(v, "") if is_function(v) else (v, answer)] for v, answer in golds]
+        requests: dict[bytes, dict[str, Any]] = {}
+        keys = []
+        for gold in golds:
+            if is_function(gold.verifier):
+                request: dict[str, Any] = {"verifier": gold.verifier, "answer": ""}
+            else:
+                request = _request(gold)
+                del request["extracted"]
+            request["check"] = True
+            keys.append(_digest(request))
+            requests[keys[-1]] = request
+        replies = dict(zip(requests, self._run(list(requests.values())), strict=True))
+        return [
+            reply["fault"] if "fault" in reply else str(reply["why"])
+            for reply in map(replies.__getitem__, keys)
+        ]
 
     # --- the loop over processes ----------------------------------------------------------------
 
@@ -336,8 +340,10 @@ def _is_pending(worker: Worker) -> bool:
 def _request(job: Job) -> dict[str, Any]:
     """What decides the verdict, and nothing more: equal requests are judged once."""
     request: dict[str, Any] = {"verifier": job.verifier, "answer": job.answer}
+    if takes_metadata(job.verifier):
+        request["metadata"] = dict(job.metadata or {})
     if is_function(job.verifier):
-        return request | {"response": job.response, "metadata": dict(job.metadata or {})}
+        return request | {"response": job.response}
     return request | {"extracted": job.extracted} | ({"whole": True} if job.whole else {})
 
 

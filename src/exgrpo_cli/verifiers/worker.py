@@ -76,9 +76,11 @@ def _builtin(module: Any) -> Callable[[dict[str, Any]], str]:
     """What answers a request by a built-in verifier, in JSON."""
 
     def answer(request: dict[str, Any]) -> str:
+        options = {
+            name: request[name] for name in ("explain", "whole", "metadata") if name in request
+        }
         if request.get("check"):
-            return json.dumps({"fault": module.check_gold(request["answer"])})
-        options = {name: request[name] for name in ("explain", "whole") if name in request}
+            return json.dumps({"fault": module.check_gold(request["answer"], **options)})
         verdict = module.judge(request["answer"], request["extracted"], **options)
         return json.dumps(asdict(verdict))
 

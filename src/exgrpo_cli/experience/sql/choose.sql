@@ -1,4 +1,4 @@
--- For each question that the plan replays: the stored trajectory to replay.
+-- For each question that the plan replays: the stored trajectories to replay.
 --
 -- in   experience        as it stood before the step, and questions and problems too
 --      planned           (problem_id, role): the step's plan
@@ -7,11 +7,12 @@
 --                        current policy; empty where no scores were made
 --      uses              (problem_id, rollout_id, step): what was replayed before
 --      $step, $samples, $batch   t, K and B
+--      $replayed         how many of a question
 --      $count_replayed   which pair of counts makes the bucket
 --      $by_policy        whether the rule names what scores say
 --      $in_pool          whether the rule names the rank in the whole pool
 --      <choose>          the rule
--- out  chosen            one row a question: the trajectory, what it was chosen by, the bucket
+-- out  chosen            one row a trajectory: what it was chosen by, its question's bucket
 CREATE OR REPLACE TEMP TABLE chosen AS
 WITH used AS (
     SELECT rollout_id, CAST(count(*) AS INTEGER) AS times
@@ -49,6 +50,7 @@ seen AS (
         coalesce(u.times, 0) AS times_used,
         e.reward,
         e.tokens,
+        <origin|e.rollout_id> AS origin,
         -- Under the current policy where that is known, else as it was when it was collected.
         coalesce(s.mean_entropy, e.mean_entropy) AS mean_entropy,
         coalesce(s.mean_logprob, e.mean_logprob) AS mean_logprob,
@@ -105,5 +107,5 @@ SELECT
     stored AS candidates,
     CAST(unscored AS INTEGER) AS unscored -- of the candidates: not under the current policy
 FROM ranked
-WHERE rank = 1
-ORDER BY problem_id;
+WHERE rank <= $replayed
+ORDER BY problem_id, rank;

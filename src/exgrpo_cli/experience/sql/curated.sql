@@ -26,4 +26,4 @@ SELECT
 FROM chosen AS c
 JOIN trajectories AS t ON t.rollout_id = c.rollout_id
 LEFT JOIN collected AS s ON s.rollout_id = c.rollout_id
-ORDER BY c.problem_id;
+ORDER BY c.problem_id, c.rank;

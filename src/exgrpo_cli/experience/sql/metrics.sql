@@ -47,7 +47,7 @@ gone AS (
 ),
 replayed AS (
     SELECT
-        count(*) AS questions,
+        count(DISTINCT problem_id) AS questions,
         avg($step - collected_step) AS age,
         avg(mean_entropy) AS entropy,
         count(*) FILTER (WHERE stale) AS stale

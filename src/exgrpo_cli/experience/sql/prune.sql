@@ -30,6 +30,7 @@ WHERE rollout_id IN (
             coalesce(u.times, 0) AS times_used,
             e.reward,
             e.tokens,
+            <origin|e.rollout_id> AS origin,
             e.mean_entropy,
             e.mean_logprob,
             e.mean_entropy AS collected_entropy,

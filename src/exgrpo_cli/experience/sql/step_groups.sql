@@ -6,26 +6,28 @@
 --                        stored too
 --      $step             t
 --      $samples, $batch  K and B
---      $count_replayed   whether k and n include the replayed row
+--      $replayed         how many trajectories of a question enter its group
+--      $count_replayed   whether k and n include them
 --      $storing          whether this step stores at all: replay is on, or store_before_start
 --      $retiring         whether questions retire at all: not where nothing is ever replayed
 --      $revive_after     retired questions come back after so many steps; null: never
 --      <retire>          the rule
 -- out  step_groups       problem_id, role,
---                        successes, attempts               the replayed row counted,
---                        fresh_successes, fresh_attempts   without it,
+--                        successes, attempts               replayed rows counted,
+--                        fresh_successes, fresh_attempts   without them,
 --                        retired    whether the question was retired before (it then leaves nothing),
 --                        solved     whether the rule retires the question by a group of this step,
 --                        stores     whether the group's rollouts may enter the pool,
 --                        moves      whether its counts become the question's: it has a success
 --                        and the columns that rules see of a group and of its question
 CREATE OR REPLACE TEMP TABLE step_groups AS
-WITH past AS ( -- what was replayed: which one it was matters where failures are stored too
+WITH past AS ( -- what was replayed: which ones matters where failures are stored too
     SELECT
         e.problem_id,
+        least($replayed, count(*)) AS replayed,
         CASE
-            WHEN bool_and(e.correct) THEN 1
-            ELSE CAST(bool_or(e.correct AND u.rollout_id IS NOT NULL) AS INTEGER)
+            WHEN bool_and(e.correct) THEN least($replayed, count(*))
+            ELSE least($replayed, count(*) FILTER (WHERE e.correct AND u.rollout_id IS NOT NULL))
         END AS success
     FROM experience AS e
     LEFT JOIN (SELECT rollout_id FROM uses WHERE step = $step) AS u ON u.rollout_id = e.rollout_id
@@ -38,18 +40,13 @@ sampled AS (
         role,
         CAST(count(*) FILTER (WHERE correct) AS INTEGER) AS fresh_successes,
         CAST(count(*) AS INTEGER) AS fresh_attempts,
-        -- The replayed trajectory is sample 0 of its group and not among the rollouts; a question
-        -- whose trajectories have left the pool since it was planned has none.
-        CAST(
-            role = 'replay' AND problem_id IN (SELECT problem_id FROM past) AS INTEGER
-        ) AS replayed,
         sum(CAST(reward AS DOUBLE)) AS total,
         sum(CAST(reward AS DOUBLE) * reward) AS squares
     FROM step_rows
     GROUP BY problem_id, role
     UNION ALL
     -- Planned but not sampled (its prompt is too long): it had its turn in this epoch all the same.
-    SELECT problem_id, role, 0, 0, 0, 0, 0
+    SELECT problem_id, role, 0, 0, 0, 0
     FROM planned
     WHERE role = 'fresh' AND problem_id NOT IN (SELECT problem_id FROM step_rows)
 ),
@@ -57,8 +54,10 @@ counted AS (
     SELECT
         s.problem_id,
         role,
-        CAST(fresh_successes + replayed * coalesce(p.success, 0) AS INTEGER) AS successes,
-        fresh_attempts + replayed AS attempts,
+        -- Replayed rows are not among the rollouts; a question whose trajectories have left the
+        -- pool since it was planned has none.
+        CAST(fresh_successes + coalesce(p.success, 0) AS INTEGER) AS successes,
+        CAST(fresh_attempts + coalesce(p.replayed, 0) AS INTEGER) AS attempts,
         fresh_successes,
         fresh_attempts,
         CASE WHEN $count_replayed THEN successes ELSE fresh_successes END AS k,
@@ -71,7 +70,7 @@ counted AS (
             sqrt(greatest(0, squares + past_reward - attempts * mean_reward ** 2) / (attempts - 1))
         END AS std_reward
     FROM sampled AS s
-    LEFT JOIN past AS p ON p.problem_id = s.problem_id
+    LEFT JOIN past AS p ON p.problem_id = s.problem_id AND s.role = 'replay'
 ),
 held AS (
     SELECT problem_id, CAST(count(*) AS INTEGER) AS stored

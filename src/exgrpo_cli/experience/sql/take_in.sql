@@ -104,6 +104,7 @@ seen AS ( -- with the columns that the rule sees
         r.*,
         g.* EXCLUDE (problem_id, role, step),
         r.reward - g.mean_reward AS advantage,
+        <origin|r.rollout_id> AS origin,
         <luck|'store', r.rollout_id> AS luck
     FROM step_rows AS r
     JOIN step_groups AS g ON g.problem_id = r.problem_id AND g.role = r.role
