@@ -32,7 +32,7 @@ Side = Literal["sample", "train"]
 
 _POLL_SECONDS = 0.1
 _SAID_SECONDS = 60.0
-_END_SECONDS = 30.0
+_END_SECONDS = 10.0
 
 
 def run_side(side: Side, run: RunDir, recipe: Recipe, log: Log, tick: Callable[[], None]) -> None:
@@ -204,10 +204,11 @@ class _Process:
         if code == 130:
             raise KeyboardInterrupt
         what = {"sample": "sampling", "train": "training"}[self.side]
-        if code < 0:
+        if code < 0 or code == 143:
+            how = f"killed by signal {-code} (out of memory?)" if code < 0 else "ended by SIGTERM"
             raise StageError(
-                f"the process for {what} was killed by signal {-code} (out of memory?); what was"
-                " finished is kept, the same command goes on"
+                f"the process for {what} was {how}; what was finished is kept, the same command"
+                " goes on"
             )
         words = self.error or f"the process for {what} ended with exit code {code}"
         raise InputError(words) if code == 2 else StageError(words)
@@ -263,9 +264,8 @@ def _start(run: RunDir, side: Side, variables: Mapping[str, str]) -> subprocess.
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes with their groups: as by Ctrl-C, so that they leave nothing; then by force."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by them too
-    for number in (signal.SIGTERM if ignored else signal.SIGINT, signal.SIGKILL):
+    """End processes with their groups: in order, so that they leave nothing; then by force."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None or number == signal.SIGKILL:
                 with suppress(ProcessLookupError, PermissionError):
