@@ -17,16 +17,19 @@ from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir
 from exgrpo_cli.runs import sides
 
 
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
 class Forked:
     """What of ``subprocess.Popen`` is needed of it."""
 
     def __init__(self, run: RunDir, side: str, variables: Mapping[str, str]) -> None:
         parent = os.getpid()
         ours, theirs = os.pipe()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as a new process has none
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process has no handler yet
         self.pid, self.returncode = os.fork(), None
         if self.pid:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             os.setpgid(self.pid, self.pid)
             os.close(theirs)
             os.set_blocking(ours, False)
@@ -37,8 +40,10 @@ class Forked:
         os.dup2(theirs, 2)
         sys.stderr = os.fdopen(2, "w", 1, closefd=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupts._process, interrupts._came, interrupts._said = 0, False, False
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        interrupts._process, interrupts._came = 0, 0
+        interrupts._said = interrupts._watched = False
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.environ |= {**variables, LOCK_VARIABLE: str(run.root.resolve())}
         sys.argv[1:] = [str(parent), "run", str(run.root), "--only", side]
         code = 1

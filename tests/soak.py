@@ -19,22 +19,16 @@ import argparse
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import random
-import re
-import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -42,6 +36,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from same import differences  # noqa: E402
+
+from deadly import Deadly, Process  # noqa: E402
 
 STEPS = 4
 SETTINGS = f"""
@@ -59,145 +55,6 @@ def judge(response, answer, metadata):
 
 ENDED = {signal.SIGKILL: (-signal.SIGKILL,), signal.SIGTERM: (143, -signal.SIGTERM)}
 """Exit codes by signal; SIGTERM ends a process by itself before it has taken it over."""
-
-# --- processes ------------------------------------------------------------------------------------
-
-_PRELOADED = [
-    "duckdb", "polars", "exgrpo_cli.cli", "exgrpo_cli.engines.transformers",
-    "exgrpo_cli.inspect.report", "exgrpo_cli.runs.loop", "exgrpo_cli.training.update",
-    "exgrpo_cli.stages.curate", "exgrpo_cli.stages.evaluate", "exgrpo_cli.stages.rollout",
-    "exgrpo_cli.stages.score", "exgrpo_cli.stages.train", "exgrpo_cli.stages.verify",
-    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen2.modeling_qwen2",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Deadly:
-    """How a process is to die by itself."""
-
-    passed: Path
-    """The file of the points that were met already."""
-    chance: float = 1.0
-    """The share of points that are deadly."""
-
-
-class Process:
-    """``exgrpo`` in a session of its own, forked from a server that has imported torch already.
-
-    Args:
-        words: the command line.
-        log: gets what it says.
-        deadly: it kills itself, see :func:`_die_at_new_points`.
-        limit: the size in bytes that none of its files can exceed.
-    """
-
-    _context: Any = None
-
-    def __init__(
-        self, words: Sequence[object], log: Path, deadly: Deadly | None = None, limit: int = 0
-    ) -> None:
-        if Process._context is None:
-            Process._context = multiprocessing.get_context("forkserver")
-            Process._context.set_forkserver_preload(_PRELOADED)
-        self.log = log
-        self.words = [*map(str, words)]
-        self.began = log.stat().st_size if log.exists() else 0
-        arguments = (self.words, log, deadly, limit)
-        self._child = Process._context.Process(target=_child, args=arguments)
-        self._child.start()
-
-    def wait(self, timeout: float = 300) -> int:
-        """Its exit code; that of a signal is negative."""
-        self._child.join(timeout)
-        if self._child.exitcode is None:
-            self.kill(signal.SIGKILL)
-            raise AssertionError(f"{self.words}: still at work after {timeout} s\n{self.said()}")
-        return int(self._child.exitcode)
-
-    @property
-    def pid(self) -> int:
-        return int(self._child.pid)
-
-    def runs(self) -> bool:
-        return bool(self._child.is_alive())
-
-    def kill(self, number: int) -> None:
-        """Send a signal to the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            try:
-                os.killpg(self._child.pid, number)
-            except ProcessLookupError:  # it has no session of its own yet
-                os.kill(self._child.pid, number)
-
-    def said(self) -> str:
-        with self.log.open("rb") as stream:
-            stream.seek(self.began)
-            return stream.read().decode(errors="replace")
-
-
-def _child(words: list[str], log: Path, deadly: Deadly | None, limit: int) -> None:
-    os.setsid()
-    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
-    os.chdir(ROOT)
-    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    if limit:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    if deadly is not None:
-        _die_at_new_points(Path(words[1]).absolute(), deadly.passed, deadly.chance)
-    from exgrpo_cli.__main__ import main
-
-    sys.argv[1:] = words
-    main()
-
-
-def _die_at_new_points(run: Path, passed_file: Path, chance: float) -> None:
-    """Kill this process before the first call on the run's files that was not met yet.
-
-    ``passed_file`` gets the call's name, so the next process passes it. Calls are told apart by
-    the function and the file, without what is random in its name, steps from 2 on being alike.
-    With a ``chance`` below 1 only that share of them is deadly. A folder that is to become the run
-    counts as the run.
-    """
-    passed = set(passed_file.read_text().splitlines()) if passed_file.exists() else set()
-    here = os.getpid()
-
-    def full(path: Any, options: dict[str, Any]) -> Path:
-        folder = path if isinstance(path, int) else options.get("dir_fd")
-        parent = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
-        return (parent if path is folder else parent / path).absolute()
-
-    def of_run(path: Path) -> bool:
-        made = path.is_relative_to(run.parent) and path.relative_to(run.parent).parts[:1]
-        return run in path.parents or bool(made and made[0].startswith(f".{run.name}."))
-
-    def watched(name: str, call: Callable[..., Any], paths: int) -> Callable[..., Any]:
-        def watch(*arguments: Any, **options: Any) -> Any:
-            at = [full(one, options) for one in arguments[:paths]]
-            if (
-                os.getpid() == here
-                and of_run(at[0])
-                and at[0].exists() == (name != "mkdir")  # else nothing would happen
-                and not (name == "fsync" and at[0].is_file())  # as if it were killed after it
-            ):
-                point = " ".join([name, *(str(one).removeprefix(str(run)) for one in at)])
-                point = re.sub(r"\.[a-z0-9_]{8}\.tmp", ".tmp", point)
-                point = re.sub(r"step-\d{4}[2-9]", "step-later", point)
-                if point not in passed and zlib.crc32(point.encode()) < chance * 2**32:
-                    with passed_file.open("a") as stream:
-                        stream.write(f"{point}\n")
-                    os.killpg(here, signal.SIGKILL)
-            return call(*arguments, **options)
-
-        return watch
-
-    for name in ("replace", "rename", "link"):
-        setattr(os, name, watched(name, getattr(os, name), 2))
-    for name in ("unlink", "remove", "rmdir", "mkdir", "fsync"):
-        setattr(os, name, watched(name, getattr(os, name), 1))
-
 
 # --- the world ------------------------------------------------------------------------------------
 
@@ -368,25 +225,35 @@ def back(world: World, kills: int, chance: float = 1.0) -> None:
     world.sweep(lost)
 
 
-def times(world: World, kills: int) -> None:
-    """At least so many kills of runs, at random times."""
-    until = world.kills["times"] + kills
-    while world.kills["times"] < until:
+def times(world: World, kills: int, way: str = "times", *more: str) -> None:
+    """At least so many kills of runs, or of one of their sides, at random times."""
+    until, plain = world.kills[way] + kills, world.plain
+    if more:
+        plain = world.new()
+        world.succeed("run", plain, *world.recipe, *more)
+    while world.kills[way] < until:
         run = world.new()
         while True:
-            process = Process(["run", run, *world.recipe], world.log(run))
-            deadline = time.monotonic() + world.rng.uniform(0.1, 0.6 * world.seconds)
+            process = Process(["run", run, *world.recipe, *more], world.log(run))
+            deadline = time.monotonic() + world.rng.uniform(
+                0.1, (2 if more else 0.6) * world.seconds
+            )
             while process.runs() and time.monotonic() < deadline:
                 time.sleep(0.01)
             how = world.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
-            process.kill(how)
+            sides = process.sides()
+            victim = world.rng.choice([process, *sides])
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill(how) if victim is process else victim.send_signal(how)
             code = process.wait()
+            assert psutil.wait_procs(sides, timeout=60)[1] == []
             if code == 0:
                 break
-            assert code in ENDED[how], f"exit code {code}\n{process.said()}"
-            world.kills["times"] += 1
+            expected = (1,) if victim is not process else ENDED[how]
+            assert code in expected, f"exit code {code}\n{process.said()}"
+            world.kills[way] += 1
             world.look(run)
-        world.compare(run)
+        world.compare(run, plain)
         world.sweep(run)
         shutil.rmtree(run)
 
@@ -441,38 +308,7 @@ def _finish(world: World, run: Path, commands: list[list[object]]) -> None:
 
 
 def sides(world: World, kills: int) -> None:
-    """At least so many kills of lagged runs: of the run, of what samples, or of what trains."""
-    recipe = [*world.recipe, "--set", "loop.lag=1"]
-    plain = world.new()
-    world.succeed("run", plain, *recipe)
-    until = world.kills["sides"] + kills
-    while world.kills["sides"] < until:
-        run = world.new()
-        while True:
-            process = Process(["run", run, *recipe], world.log(run))
-            deadline = time.monotonic() + world.rng.uniform(0.1, 2 * world.seconds)
-            while process.runs() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            at_work = [psutil.Process(process.pid)] if process.runs() else []
-            at_work += [child for one in at_work for child in one.children() if _is_side(child)]
-            for victim in world.rng.sample(at_work, min(len(at_work), 1)):
-                victim.kill()
-            code = process.wait()
-            assert psutil.wait_procs(at_work, timeout=60)[1] == []
-            if code == 0:
-                break
-            assert code in (1, -signal.SIGKILL), f"exit code {code}\n{process.said()}"
-            world.kills["sides"] += 1
-            world.look(run)
-        world.compare(run, plain)
-        world.sweep(run)
-        shutil.rmtree(run)
-
-
-def _is_side(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "--only" in process.cmdline()
-    return False
+    times(world, kills, "sides", "--set", "loop.lag=1")
 
 
 WAYS = {"points": points, "times": times, "shards": shards, "back": back, "sides": sides}

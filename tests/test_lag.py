@@ -228,6 +228,7 @@ def test_killed_and_taken_up_again_it_ends_the_same(
         (run.rollouts(0), "sample", signal.SIGKILL, 1),
         (run.policy(1), "train", signal.SIGKILL, 1),
         (run.curated(1), "run", signal.SIGKILL, -signal.SIGKILL),
+        (run.curated(1), "run", signal.SIGTERM, 143),
         (run.curated(2), "run", signal.SIGINT, 130),
     ):
         begun = Begun(exgrpo, run)
@@ -238,10 +239,11 @@ def test_killed_and_taken_up_again_it_ends_the_same(
         last = said.splitlines()[-1]
         if code == 1:
             what = {"sample": "sampling", "train": "training"}[who]
-            assert last.startswith(f"exgrpo: the process for {what} was killed by signal 9"), said
-        if how == signal.SIGINT:
-            assert said.count("interrupted") == 1
-            assert last == LINE
+            assert last.startswith(f"exgrpo: the process for {what} was ended by signal 9"), said
+        words = {130: "interrupted", 143: "terminated"}
+        if code in words:
+            assert said.count("what was finished is kept") == 1
+            assert last == LINE.format(words[code])
         assert "Traceback" not in said
         assert not run.is_locked()
     begun = Begun(exgrpo, run)

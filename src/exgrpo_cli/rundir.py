@@ -129,6 +129,11 @@ class RunDir:
             return None
         return read_json(self.origin_file, "remove it; it only tells where the run comes from")
 
+    def first_step(self) -> int:
+        """The step that the run begins with: 0, or the one that it goes on from."""
+        origin = self.origin()
+        return int(origin["step"]) if origin else 0
+
     def is_evaluated(self, step: int, name: str) -> bool:
         """Whether the policy of a step was evaluated on a set, and the metrics tell."""
         done = self.evaluation(step, name) / "summary.json"

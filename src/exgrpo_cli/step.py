@@ -67,9 +67,10 @@ class Step:
         return replace(self, given={**self.given, **given})
 
     def lagged(self, lag: int) -> Step:
-        """The step as what samples and scores sees it: its policy is max(t - lag, 0), which sampled
-        it. Without a lag that is the policy t, which the step trains."""
-        return replace(self, lag=lag)
+        """The step as what samples and scores sees it: its policy is t - lag, but none before the
+        one that the run begins with. Without a lag that is the policy t, which the step trains."""
+        first = 0 if self.run is None else self.run.first_step()
+        return replace(self, lag=max(min(lag, self.number - first), 0))
 
     @property
     def name(self) -> str:
@@ -157,17 +158,13 @@ class Step:
             return self.model
         if self.run is None:
             raise InputError("give a run directory, or --policy")
-        return self.run.policy_path(self._policy, initial)
-
-    @property
-    def _policy(self) -> int:
-        return max(self.number - self.lag, 0)
+        return self.run.policy_path(self.number - self.lag, initial)
 
     @property
     def policy_name(self) -> str:
         """Its name in tables: a given one by its plain path, a run's own by its step."""
         if self.model is None:
-            return step_name(self._policy)
+            return step_name(self.number - self.lag)
         return str(Path(self.model)) if Path(self.model).is_dir() else self.model
 
 

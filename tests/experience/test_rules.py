@@ -286,14 +286,18 @@ def test_several_trajectories_enter_a_group(run: RunDir) -> None:
     ]
     assert (shown["right"], shown["count"]) == (3, 4)
     assert explain(run, make_recipe(**rules), 2, "c")["chosen"] == made["rollout_id"].to_list()[1:]
-    total = diff(run, make_recipe(), make_recipe(**rules))["total"]
-    assert total["other"]["replayed"] > total["recorded"]["replayed"]
-    assert total["common"]["replayed"] + total["common"]["other_trajectory"] <= 2 * 2
+    step = diff(run, make_recipe(**rules | {"replayed": 1}), make_recipe(**rules))["steps"][2]
+    one, two = step["recorded"]["replayed"], step["other"]["replayed"]
+    assert two > one > 0
+    assert (step["common"]["replayed"], step["common"]["other_trajectory"]) == (one, two - one)
     before = (stored(run), asked)
     rebuild(run, 2, make_recipe(**rules))
     after_ = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
     assert (stored(run), after_) == before
-    after(run, 2, **rules | {"store": "true", "choose": "reward"})  # failures first
+    rules |= {"store": "true", "choose": "reward"}  # failures first
+    after(run, 1, **rules)
+    write_step(run, 2, rows)
+    curate(run, 2, make_recipe(**rules), force=True)
     asked = {q["problem_id"]: q for q in tables.read_table("questions", run.questions).to_dicts()}
     assert [asked["c"][c] for c in counts[:2]] == [2, 4]  # one of each was replayed
 

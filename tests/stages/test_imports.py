@@ -11,6 +11,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from exgrpo_cli.experience.explain import explain
+from exgrpo_cli.inspect.groups import example_groups
 from exgrpo_cli.recipe import load_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.discard import discard_after
@@ -102,6 +103,9 @@ def test_they_are_judged_scored_stored_and_replayed(looped: RunDir) -> None:
     replayed = [[row.replayed for row in rows] for rows in groups if rows[0].replayed]
     assert replayed == [[True, True, False, False]] * 4
     assert looped.read_metrics()[1]["train/replayed_rows"] == 8
+    shown = example_groups(looped, load_recipe(looped.recipe))
+    again = [[row["verdict"] for row in g["rows"][:2]] for g in shown if g["role"] == "replay"]
+    assert again[0] == ["replayed, wrong", "replayed"]
 
 
 def test_by_hand_in_shards_and_after_a_kill_it_is_the_same(
@@ -206,7 +210,9 @@ def test_rules_see_where_a_trajectory_is_from(tmp_path: Path) -> None:
     assert rows["s00001/a/02"] == (-0.5, False)
     write_step(run, 2, group(2, "a", "000", "replay"))
     curate(run, 2, recipe)
-    assert pl.read_parquet(run.curated(2))["rollout_id"].to_list() == ["i/r1/a/0.1"]
+    (chosen,) = pl.read_parquet(run.curated(2)).to_dicts()
+    assert (chosen["rollout_id"], chosen["logprob_source"]) == ("i/r1/a/0.1", "engine")
+    assert set(chosen["logprobs"]) == {0.0}  # nothing was scored: pi_past is 1
     before = tables_of(run)
     rebuild(run, 2, recipe)
     for one, other in zip(tables_of(run), before, strict=True):

@@ -255,7 +255,7 @@ def stack_chart(
         return (step - first) / (last - first) * _WIDTH
 
     def y(value: float) -> float:
-        return _HEIGHT * (1 - value / ticks[-1])
+        return max(_HEIGHT * (1 - value / ticks[-1]), 0.0)
 
     floor = [0.0] * len(columns)
     body = []

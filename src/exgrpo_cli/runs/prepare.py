@@ -113,7 +113,7 @@ def check_engines(run: RunDir, recipe: Recipe) -> None:
         check_policy(recipe.model.path)
         latest = max(run.steps("policy"), default=0)
         planned = max(run.steps("plan"), default=0)
-        sampling = min(max(planned - recipe.loop.lag, 0), latest)
+        sampling = min(planned - Step.of(run, planned).lagged(recipe.loop.lag).lag, latest)
         open_engine(recipe, run.policy_path(sampling, recipe.model.path)).close()
     if engine_count(recipe) > 1:
         engine_environments(recipe)

@@ -32,7 +32,7 @@ Side = Literal["sample", "train"]
 
 _POLL_SECONDS = 0.1
 _SAID_SECONDS = 60.0
-_END_SECONDS = 10.0
+_END_SECONDS = 15.0
 
 
 def run_side(side: Side, run: RunDir, recipe: Recipe, log: Log, tick: Callable[[], None]) -> None:
@@ -60,12 +60,15 @@ def _sample(session: Session) -> None:
     """Sample each step by its policy, and then evaluate that where it is due: it is loaded."""
     run, recipe, log = session.run, session.recipe, session.log
     end, number = recipe.loop.steps, 0
-    while (policy := max(number - recipe.loop.lag, 0)) <= end:
+    while True:
+        step, began = session.step(number).lagged(recipe.loop.lag), time.monotonic()
+        policy = number - step.lag
+        if policy > end:
+            break
 
         def policy_is_there(policy: int = policy) -> bool:
             return policy == 0 or run.policy(policy).is_dir()
 
-        step, began = session.step(number), time.monotonic()
         if number < end and not step.next_policy.is_dir():
             _wait(policy_is_there, f"{run.policy(policy)}, which samples step {number}", log)
             curated = sample_step(session, step)
@@ -201,14 +204,11 @@ class _Process:
         code = self.process.returncode
         if not code:
             return
-        if code == 130:
-            raise KeyboardInterrupt
         what = {"sample": "sampling", "train": "training"}[self.side]
-        if code < 0 or code == 143:
-            how = f"killed by signal {-code} (out of memory?)" if code < 0 else "ended by SIGTERM"
+        if code < 0 or code > 128:
             raise StageError(
-                f"the process for {what} was {how}; what was finished is kept, the same command"
-                " goes on"
+                f"the process for {what} was ended by signal {abs(code) % 128} (out of memory?);"
+                " what was finished is kept, the same command goes on"
             )
         words = self.error or f"the process for {what} ended with exit code {code}"
         raise InputError(words) if code == 2 else StageError(words)
@@ -264,7 +264,7 @@ def _start(run: RunDir, side: Side, variables: Mapping[str, str]) -> subprocess.
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes with their groups: in order, so that they leave nothing; then by force."""
+    """End processes with their groups; those that do not end in time by force."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None or number == signal.SIGKILL:

@@ -295,8 +295,7 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     faults = list(dict.fromkeys(f for one in (current, shown, *ahead) for f in one["faults"]))
     behind = _behind(run, trained, settings)
     faults += [_lost_rollouts(run, int(n)) for n, gaps in behind.items() if "rollout" in gaps]
-    origin = run.origin()
-    begun = origin["step"] if origin else 0
+    origin, begun = run.origin(), run.first_step()
     lost = _lost_trainer(run, trained)
     if lost and (recipe is None or trained < recipe.loop.steps):
         faults.append(f"{run.trainer(trained)}: {lost[0]}")

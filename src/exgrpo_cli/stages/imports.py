@@ -18,7 +18,7 @@ from exgrpo_cli.problems.readers import RowError, set_name
 from exgrpo_cli.problems.trajectories import Answered, last_question, read_answered
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.rundir import RunDir, step_number
 from exgrpo_cli.stages.sampling import Asked, completion_row
 from exgrpo_cli.step import Result, Step
 
@@ -73,8 +73,8 @@ def import_trajectories(
     if not run.problems.exists():
         raise InputError(f"{run.problems}: no problems yet; run: exgrpo init {run.root}")
     trained = max(run.steps("policy"), default=0)
-    sampled = any(run.rollouts(trained).glob("*part-*"))
-    step = trained + 1 if sampled else trained
+    begun = [n for n in run.steps("rollouts") if any(run.rollouts(n).glob("*part-*"))]
+    step = max([trained, *(number + 1 for number in begun)])
     policy = run.policy_path(trained, recipe.model.path)
     work = _Import(run, step, recipe, load_tokenizer(policy, recipe.model), policy)
     label = tidy_name(name or set_name(source))
@@ -110,10 +110,10 @@ def tidy_name(name: str) -> str:
     """A source's name as ids and file names can hold it.
 
     Raises:
-        InputError: nothing is left, or it is ``own``, which the run's own are.
+        InputError: nothing is left, or it is what the run's own are called.
     """
     text = re.sub(r"[^\w.:+=@-]+", "-", name).strip("-.")
-    if not text or text == "own":
+    if not text or text == "own" or step_number(text) is not None:
         raise InputError(f"--source {name!r}: no name for trajectories of others")
     return text
 
