@@ -364,3 +364,22 @@ def test_it_leaves_no_process(guesser: Path, tmp_path: Path, to: str) -> None:
     _, alive = psutil.wait_procs(below, timeout=5)
     assert alive == []
     assert not list(run.rglob("*.tmp"))
+
+
+def test_processes_that_train_together_end_too(exgrpo, guesser: Path, tmp_path: Path) -> None:
+    """They are in sessions of their own, and wait for each other in C."""
+    words = [*small_run(guesser), "--set", "curate.questions=2", "--set", "train.processes=2"]
+    with (tmp_path / "said").open("w+") as said:
+        child = exgrpo.start("run", tmp_path / "run", *words, stderr=said.fileno())
+        started: list[psutil.Process] = []
+        deadline = time.monotonic() + 120
+        while len(started) < 3 and time.monotonic() < deadline:  # torchrun and its two
+            time.sleep(0.1)
+            below = psutil.Process(child.pid).children(recursive=True)
+            started = [one for one in below if "train" in one.cmdline()]
+        os.kill(child.pid, signal.SIGTERM)
+        code = child.wait(60)
+        said.seek(0)
+        assert_interrupted(code, said.read(), signal.SIGTERM)
+    _, alive = psutil.wait_procs(below, timeout=5)
+    assert alive == []

@@ -224,6 +224,11 @@ def test_a_fork_with_another_recipe_and_a_fresh_optimizer(world: World, whole: P
     assert 0 < made < was
     assert fork.problems.read_bytes() == RunDir(whole).problems.read_bytes()
     assert fork.steps("policy") == [1, 2, 3]
+    lagged = RunDir(world.new())
+    world.succeed("init", lagged.root, *words[:4], "--set", "loop.lag=1")
+    first, second = (lagged.policy(n) / "model.safetensors" for n in (1, 2))
+    assert first.samefile(RunDir(whole).policy(1) / first.name)  # which samples step 2
+    assert second.samefile(RunDir(whole).policy(2) / second.name)
 
 
 def test_from_where_no_run_can_go_on(world: World, whole: Path, run: RunDir) -> None:

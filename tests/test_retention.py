@@ -100,6 +100,11 @@ def test_what_is_still_needed_stays(run: RunDir) -> None:
     prune_policies(run, recipe(keep_every=0), 10)
     assert there(run) == [2, 9, 10]
     assert run.steps("policy") == list(range(1, 11))
+    lagged = parse_recipe({"loop": {"lag": 2}, "train": {"keep_policies": 1}}, "the test")
+    for step in (11, 12, 13):
+        policy(run, step)
+        prune_policies(run, lagged, step)
+        assert there(run)[-3:] == [step - 2, step - 1, step]
 
 
 def test_a_policy_that_is_half_removed_is_none_and_goes_the_next_time(run: RunDir) -> None:

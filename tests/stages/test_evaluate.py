@@ -20,7 +20,7 @@ from exgrpo_cli.stages.evaluate import (
     policy_fingerprint,
 )
 from exgrpo_cli.step import Step
-from making import qwen, save, write
+from making import Stream, qwen, save, write
 
 
 def _make_model(folder: Path, seed: int) -> None:
@@ -158,6 +158,21 @@ def test_the_same_seed_gives_the_same_samples_and_another_seed_others(
     first = tokens("a")
     assert tokens("b") == first
     assert tokens("c", recipe=recipe.model_copy(update={"seed": 1})) != first
+
+
+def test_what_an_evaluation_that_ended_had_sampled_is_not_sampled_again(
+    run: Callable[..., Any], policy: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    inner = open_engine(recipe, policy)
+    whole, ended, last = Stream(inner), Stream(inner, 5), Stream(inner)
+    summary = run(out=tmp_path / "whole", engine=lambda _: whole)
+    with pytest.raises(KeyboardInterrupt):
+        run(out=tmp_path / "ended", engine=lambda _: ended)
+    assert run(out=tmp_path / "ended", engine=lambda _: last) == summary
+    assert len(last.asked) == len(whole.asked) - 5
+    names = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("whole", "ended")]
+    assert names[0] == names[1]
+    inner.close()
 
 
 def test_a_warm_engine_is_used_and_left_open(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,14 @@ import polars as pl
 import pytest
 
 from exgrpo_cli import tables
-from exgrpo_cli.engines import Completion, Engine, Request, Sampling
+from exgrpo_cli.engines import Completion, Request
 from exgrpo_cli.engines.transformers import TransformersEngine
 from exgrpo_cli.recipe import Recipe, load_recipe
 from exgrpo_cli.stages import drafts
 from exgrpo_cli.stages.rollout import rollout
 from exgrpo_cli.stages.sampling import Asked, completion_row
 from exgrpo_cli.step import Step
+from making import Stream
 
 
 class Reads:
@@ -41,33 +41,6 @@ def test_a_row_says_where_its_mean_entropy_is_from() -> None:
     assert (sampled["mean_entropy"], sampled["entropy_source"]) == (2.0, "logprobs")
     assert sampled["entropies"] is None
     assert sampled["rollout_id"] == "s00003/p/01"
-
-
-class Stream:
-    """An engine that batches by itself, as vLLM does; it may be killed after some rows."""
-
-    name = "stream"
-
-    def __init__(self, inner: Engine, rows: int | None = None) -> None:
-        self._inner = inner
-        self._rows = rows
-        self.asked: list[Request] = []
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        self.asked = list(requests)
-        for number, completion in enumerate(self._inner.generate(requests, sampling)):
-            if number == self._rows:
-                raise KeyboardInterrupt
-            yield completion
-
-    def load(self, policy: str) -> None:
-        self._inner.load(policy)
-
-    def sleep(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @pytest.fixture
@@ -95,13 +68,25 @@ def problems(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def inner(guesser: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> TransformersEngine:
-    """The demo model; rows are drafted at once."""
-    monkeypatch.setattr(drafts, "_SECONDS", 0.0)
+def inner(guesser: Path, recipe: Recipe) -> TransformersEngine:
+    """The demo model."""
     return TransformersEngine(recipe, str(guesser))
 
 
-def test_a_killed_task_leaves_its_finished_rows_to_the_next(
+def test_rows_are_kept_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = drafts.Drafts([tmp_path / "part.parquet"], "by a policy")
+    row = row_of(Completion(0, [7, 8], [-1.0, -3.0], None, "stop"))
+    held.add(0, row)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(drafts, "_SECONDS", 0.0)
+    held.add(0, {**row, "rollout_id": "s00003/p/02"})
+    (file,) = tmp_path.iterdir()
+    assert tables.read_table("rollouts", file)["rollout_id"].to_list() == [
+        "s00003/p/01", "s00003/p/02",
+    ]  # fmt: skip
+
+
+def test_a_task_that_ends_leaves_its_finished_rows_to_the_next(
     inner: TransformersEngine, guesser: Path, recipe: Recipe, problems: Path, tmp_path: Path
 ) -> None:
     said: list[str] = []

@@ -63,7 +63,9 @@ def run(
     def send(step: int) -> None:
         rows = []
         if recipe.loop.track != "none" and recipe.evaluates(step) and recipe.evaluate.problems:
-            rows = example_rollouts(place, recipe, min(step, place.steps("rollouts")[-1]))
+            rows = example_rollouts(
+                place, recipe, min(step, max(place.steps("rollouts"), default=0))
+            )
         for line in place.read_metrics():
             if line["step"] == step:
                 track(step, {**line, "rollouts": rows})
