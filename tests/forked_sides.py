@@ -16,7 +16,6 @@ from exgrpo_cli import interrupts
 from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir
 from exgrpo_cli.runs import sides
 
-
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
