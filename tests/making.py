@@ -6,7 +6,7 @@ Plain functions with small defaults; keywords replace them. torch is imported wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import polars as pl
 import pytest
 
 from exgrpo_cli import tables
-from exgrpo_cli.engines import Completion, Engine, Request, Sampling
 from exgrpo_cli.experience.curation import Curation
 from exgrpo_cli.experience.history import history_digests
 from exgrpo_cli.experience.pool import Experience
@@ -406,33 +405,6 @@ def guesser(folder: Path) -> Path:
     (folder / "problems.jsonl").write_text("".join(easy))
     return save(model, folder / "policy", tokenizer, eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id)  # fmt: skip
-
-
-class Stream:
-    """An engine that batches by itself, as vLLM does; it may be killed after some rows."""
-
-    name = "stream"
-
-    def __init__(self, inner: Engine, rows: int | None = None) -> None:
-        self._inner = inner
-        self._rows = rows
-        self.asked: list[Request] = []
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        self.asked = list(requests)
-        for number, completion in enumerate(self._inner.generate(requests, sampling)):
-            if number == self._rows:
-                raise KeyboardInterrupt
-            yield completion
-
-    def load(self, policy: str) -> None:
-        self._inner.load(policy)
-
-    def sleep(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def small_run(policy: Path) -> list[str]:

@@ -1,9 +1,11 @@
-"""Small problems and rollouts tables, for tests of the verify stage."""
+"""Small problems and rollouts tables, for tests of the verify stage; an engine that ends."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from exgrpo_cli import tables
+from exgrpo_cli.engines import Completion, Engine, Request, Sampling
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.stages import verify as stage
@@ -82,3 +84,30 @@ def write_problems(path: Path, rows: list[tuple[str, str, str, str | None]]) -> 
 def write_rollouts(path: Path, rows: list[dict[str, object]]) -> Path:
     tables.write_table("rollouts", tables.frame("rollouts", rows), path)
     return path
+
+
+class Stream:
+    """An engine that batches by itself, as vLLM does; it may be killed after some rows."""
+
+    name = "stream"
+
+    def __init__(self, inner: Engine, rows: int | None = None) -> None:
+        self._inner = inner
+        self._rows = rows
+        self.asked: list[Request] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        self.asked = list(requests)
+        for number, completion in enumerate(self._inner.generate(requests, sampling)):
+            if number == self._rows:
+                raise KeyboardInterrupt
+            yield completion
+
+    def load(self, policy: str) -> None:
+        self._inner.load(policy)
+
+    def sleep(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._inner.close()

@@ -20,7 +20,8 @@ from exgrpo_cli.stages.evaluate import (
     policy_fingerprint,
 )
 from exgrpo_cli.step import Step
-from making import Stream, qwen, save, write
+from making import qwen, save, write
+from rollout_files import Stream
 
 
 def _make_model(folder: Path, seed: int) -> None:

@@ -16,7 +16,7 @@ from exgrpo_cli.stages import drafts
 from exgrpo_cli.stages.rollout import rollout
 from exgrpo_cli.stages.sampling import Asked, completion_row
 from exgrpo_cli.step import Step
-from making import Stream
+from rollout_files import Stream
 
 
 class Reads:

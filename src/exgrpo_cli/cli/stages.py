@@ -107,7 +107,7 @@ def rollout(
     if force and of.run is not None and out is None:
         later = of.next_policy.is_dir() or max(of.run.steps("rollouts"), default=0) > of.number
         if discard_later or later:
-            _go_back(of.run, of.number, discard_later)
+            _go_back(of.run, of.number, settings.loop.lag, discard_later)
     share = parse_shard(shard)
     result = timed(
         of, "rollout", lambda: stage(of, settings, shard=share, force=force, log=to_stderr), share
@@ -115,7 +115,7 @@ def rollout(
     shared.print(of, result)
 
 
-def _go_back(run: RunDir, step: int, allowed: bool) -> None:
+def _go_back(run: RunDir, step: int, lag: int, allowed: bool) -> None:
     """Sampling a trained step again throws away what everything after it was derived from."""
     from exgrpo_cli.runs.discard import discard_after
 
@@ -126,7 +126,7 @@ def _go_back(run: RunDir, step: int, allowed: bool) -> None:
             f" trainer states, rollouts of the steps after {step}) and samples anew"
         )
     with run.locked():
-        removed = discard_after(run, step)
+        removed = discard_after(run, step, lag)
     to_stderr(f"removed what came after the rollouts of step {step}: policies {removed}")
 
 

@@ -337,15 +337,10 @@ class TrainSettings(Section):
         "auto", description="weights of the saved policy; auto: as the initial model's"
     )
     keep: int | None = Field(
-        None,
-        ge=1,
-        description="optimizer states kept; older ones are removed; default: as many as policies",
+        None, ge=1, description="last optimizer states kept; default: one with each policy"
     )
     keep_policies: int = Field(
-        2,
-        ge=1,
-        description="last policies kept, beside the best of each evaluated set and those of"
-        " keep_every; others are removed, each with its optimizer state",
+        2, ge=1, description="last policies kept, beside each evaluated set's best and keep_every's"
     )
     keep_every: int = Field(
         100, ge=0, description="every policy of so many steps is kept; 0: none, 1: all"

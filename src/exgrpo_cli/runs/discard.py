@@ -15,12 +15,17 @@ follows from something before that, and a policy before the optimizer's state an
 which no step goes on from it."""
 
 
-def discard_after(run: RunDir, step: int) -> list[int]:
+def discard_after(run: RunDir, step: int, lag: int = 0) -> list[int]:
     """Remove all that a run made from a step's rollouts, and all later steps.
 
     The rollouts of the step stay (they are what is sampled again), as do its plan, its policy and
     its evaluations. The newest goes first, so that a kill leaves a run that ends earlier. The
     tables ``experience`` and ``questions`` are derived anew by the next curate.
+
+    Args:
+        run: the run directory.
+        step: t.
+        lag: ``loop.lag``: the step, and those after it, are sampled by policies from t - lag on.
 
     Returns:
         The steps whose policies were removed.
@@ -29,8 +34,8 @@ def discard_after(run: RunDir, step: int) -> list[int]:
         InputError: the policy or the optimizer's state is gone, so that the step could not be
             sampled or trained again.
     """
-    if step > 0:
-        refuse_removed(run.policy(step))
+    for number in range(max(step - lag, 1), step + 1):
+        refuse_removed(run.policy(number))
     nearest = run.restarts(step)[-1]
     if nearest < step:
         raise InputError(
