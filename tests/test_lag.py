@@ -310,3 +310,24 @@ def test_processes_of_their_own(
     done = exgrpo("run", run.root)
     assert "loop.lag: sampling and training at the same time, 1 threads each" in done.stderr
     assert_same(run, by_hand)
+
+
+@pytest.mark.vllm
+def test_no_process_of_vllm_outlives_a_killed_run(
+    exgrpo: Exgrpo, guesser: Path, by_hand: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    child = exgrpo.start("run", run.root, *recipe(guesser), "--engine", "vllm", session=True)
+    deadline = time.monotonic() + 300
+    trained = run.stage_metrics(0, "time-train")
+    while not (trained.exists() and any(run.rollouts(1).glob("part-*.parquet"))):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(child.pid).children(recursive=True)
+    assert len(below) > 4  # both sides, vLLM, what verifies
+    child.kill()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert alive == []
+    assert set(parts(run.rollouts(1))["policy"]) == {step_name(0)}
+    assert run.read_metrics()[0]["train/sampling_logp_difference_max"] < 1e-3
