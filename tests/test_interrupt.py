@@ -182,6 +182,15 @@ PLACES = {
         except BaseException:
             pass
     """,
+    "a library that swallows it": """
+        import time
+        from exgrpo_cli import interrupts
+        with interrupts.insisting():
+            try:
+                interrupt()
+            except KeyboardInterrupt:
+                time.sleep(300)
+    """,
     "a finally": """
         try:
             raise ValueError("something else")

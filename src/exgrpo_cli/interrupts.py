@@ -15,9 +15,11 @@ import io
 import os
 import signal
 import sys
+from contextlib import contextmanager
 
 TYPE_CHECKING = False  # typing itself takes longer to import than all of this
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any, NoReturn
 
 LINE = "exgrpo: {}; what was finished is kept, the same command goes on"
@@ -78,6 +80,26 @@ def end() -> None:
 def came() -> int:
     """The signal that came since :func:`begin`; 0 where none has."""
     return _came
+
+
+@contextmanager
+def insisting() -> Iterator[None]:
+    """Around a library that swallows a KeyboardInterrupt: once a signal has come, it comes again
+    every second until the block has ended."""
+    import threading
+
+    ended = threading.Event()
+
+    def insist() -> None:
+        while not ended.wait(1.0):
+            if _came:
+                _again()
+
+    threading.Thread(target=insist, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def say() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 from pydantic import ValidationError
 
+from exgrpo_cli import interrupts
 from exgrpo_cli.engines import Completion, Request, Sampling
 from exgrpo_cli.engines.entropy import topk_entropy
 from exgrpo_cli.engines.limits import check_lengths, longest_row, policy_end_ids
@@ -115,7 +116,7 @@ class VllmEngine:
         before = descendants()
         said: Callable[[], str] = str
         try:
-            with heard(show=wanted != "ERROR") as said:
+            with heard(show=wanted != "ERROR") as said, interrupts.insisting():
                 self._llm = LLM(**options)
         except ValueError as error:  # an architecture, a dtype or a length that vLLM refuses
             why = explained(_reason(error), "")
