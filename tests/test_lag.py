@@ -15,10 +15,14 @@ from typing import Any
 import polars as pl
 import psutil
 import pytest
+import torch
 from polars.testing import assert_frame_equal
 
+from exgrpo_cli.errors import InputError
 from exgrpo_cli.interrupts import LINE
+from exgrpo_cli.recipe import load_recipe
 from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.runs import sides
 from making import parts, settings, small_run
 from test_iteration import assert_same_run
 
@@ -126,6 +130,15 @@ def test_what_lies_ahead(exgrpo: Exgrpo, ahead: RunDir) -> None:
     assert "sampled by policy step-00001, and loop.lag = 1 means step-00000" in refused
 
 
+def test_a_run_that_goes_on_from_another_begins_with_its_policy(
+    exgrpo: Exgrpo, by_hand: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    exgrpo("init", run.root, "--from", by_hand.root, "--step", 2)
+    exgrpo("rollout", run.root)
+    assert set(parts(run.rollouts(2))["policy"]) == {step_name(2)}
+
+
 def test_without_scores_the_engines_log_probabilities_are_the_old_ones(
     exgrpo: Exgrpo, by_hand: RunDir, ahead: RunDir
 ) -> None:
@@ -134,6 +147,25 @@ def test_without_scores_the_engines_log_probabilities_are_the_old_ones(
     for name in ("train/ratio_std", "train/kl_old", "train/loss"):
         scored, unscored = (run.read_metrics()[1][name] for run in (by_hand, ahead))
         assert unscored == pytest.approx(scored, rel=1e-2, abs=1e-6), name
+
+
+def test_what_each_side_gets_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shares(count: int, *sets: str) -> tuple[str | None, str | None]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        found = sides.split_devices(load_recipe(None, ["rollout.engine=transformers", *sets]))
+        return tuple(one.get("CUDA_VISIBLE_DEVICES") for one in (found.sample, found.train))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert shares(8, "rollout.processes=3", "train.processes=4") == ("0,1,2", "3,4,5,6")
+    assert shares(8, "score.processes=2") == ("0,1", "2")
+    assert shares(2, "rollout.device=cpu", "score.enabled=false") == ("", "0")
+    assert shares(2, "train.device=cuda:1") == (None, None)
+    assert shares(1, "rollout.gpu_memory_utilization=0.5") == (None, None)
+    with pytest.raises(InputError, match="sampling takes 1 GPUs and training 1, and 1 are here"):
+        shares(1)
+    assert shares(0) == (None, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-a")
+    assert shares(2) == ("7", "GPU-a")
 
 
 def test_curating_and_training_have_a_lock_each(exgrpo: Exgrpo, ahead: RunDir) -> None:
@@ -278,3 +310,24 @@ def test_processes_of_their_own(
     done = exgrpo("run", run.root)
     assert "loop.lag: sampling and training at the same time, 1 threads each" in done.stderr
     assert_same(run, by_hand)
+
+
+@pytest.mark.vllm
+def test_no_process_of_vllm_outlives_a_killed_run(
+    exgrpo: Exgrpo, guesser: Path, by_hand: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    child = exgrpo.start("run", run.root, *recipe(guesser), "--engine", "vllm", session=True)
+    deadline = time.monotonic() + 300
+    trained = run.stage_metrics(0, "time-train")
+    while not (trained.exists() and any(run.rollouts(1).glob("part-*.parquet"))):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(child.pid).children(recursive=True)
+    assert len(below) > 4  # both sides, vLLM, what verifies
+    child.kill()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert alive == []
+    assert set(parts(run.rollouts(1))["policy"]) == {step_name(0)}
+    assert run.read_metrics()[0]["train/sampling_logp_difference_max"] < 1e-3

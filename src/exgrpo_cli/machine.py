@@ -100,7 +100,9 @@ def core_shares(count: int) -> list[dict[str, str]]:
     return shares
 
 
-def end_with_parent(parent: int, *, group: bool = False) -> None:
+def end_with_parent(
+    parent: int, *, group: bool = False, number: signal.Signals = signal.SIGKILL
+) -> None:
     """Arrange that this process ends when its parent is gone, whatever either is doing.
 
     On Linux the kernel kills it, even in the middle of one endless operation; but also when only
@@ -110,10 +112,11 @@ def end_with_parent(parent: int, *, group: bool = False) -> None:
     Args:
         parent: the parent's process id, as the parent knows it: it may be gone already.
         group: the whole process group ends with it, by SIGTERM.
+        number: the signal that ends this process alone, on Linux.
     """
     watched = group or sys.platform != "linux"
     if not watched:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_PDEATHSIG, number)
 
     def end() -> None:
         if group:

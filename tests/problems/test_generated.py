@@ -93,6 +93,8 @@ def test_questions_of_another_set_are_left_out(exgrpo: Callable, tmp_path: Path)
             ["reasoning_gym:chain_sum", "--set", "max_terms=1"],
             "chain_sum refuses max_terms=1: max_",
         ),
+        (["reasoning_gym:gcd", "--format", "verl"], "--columns and --skip-bad are for files"),
+        (["data/arithmetic/ood.jsonl", "--count", "3"], "--seed are for reasoning_gym:KIND"),
     ],
 )
 def test_what_reasoning_gym_does_not_have(

@@ -11,7 +11,7 @@ import pytest
 from exgrpo_cli import cli, tables
 from exgrpo_cli.demo import make_tokenizer
 from exgrpo_cli.engines import open_engine
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.recipe import Recipe, parse_recipe
 from exgrpo_cli.stages.evaluate import (
     evaluate,
@@ -330,3 +330,35 @@ def test_metrics_are_flat_and_by_source_where_there_are_several(
     assert metrics["eval/heldout/sums/tokens"] == summary["rows"][1]["tokens"]
     alone = evaluation_metrics("heldout", summary | {"rows": summary["rows"][:1]})
     assert all(key.count("/") == 2 for key in alone)
+
+
+def test_what_could_not_be_judged_is_no_evaluation(
+    run: Callable[..., dict[str, Any]], recipe: Recipe, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import time\n\ndef judge(response, answer, metadata):\n"
+        "    time.sleep(60 * (answer < '9'))\n    return True\n"
+    )
+    trusted = recipe.model_copy(
+        update={
+            "problems": recipe.problems.model_copy(update={"verifier": f"{own}:judge"}),
+            "verify": recipe.verify.model_copy(update={"timeout": 0.3}),
+        }
+    )
+
+    def problems(*answers: str) -> Path:
+        rows = {f"{answer}+0": answer for answer in answers}
+        _problems(tmp_path / "p.parquet", rows)
+        data = pl.read_parquet(tmp_path / "p.parquet")
+        changed = data.with_columns(verifier=pl.lit(f"{own}:judge"))
+        tables.write_table("problems", changed, tmp_path / "p.parquet")
+        return tmp_path / "p.parquet"
+
+    lines: list[str] = []
+    for _ in range(2):  # the first leaves nothing that would pass for verdicts
+        with pytest.raises(StageError, match="every verdict is a timeout"):
+            run(problems=problems("1"), recipe=trusted, samples=1, out=tmp_path / "late")
+    summary = run(problems=problems("1", "9"), recipe=trusted, samples=1, log=lines.append)
+    assert summary["overall"]["pass@1"] == 0.5
+    assert "evaluate: of 2 verdicts 1 timeout" in lines

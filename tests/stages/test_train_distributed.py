@@ -179,7 +179,7 @@ def test_the_loop_slurm_and_a_node_train_in_processes(tmp_path, exgrpo, guesser)
         assert_close(weights(run / "policy/step-00001"), weights(policy))
         line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
         assert line["train/updates"] >= 1
-        assert ("time/train" in line) == (name == "loop")
+        assert line["time/train"] > 0
 
 
 SAID = """Failures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -87,11 +88,12 @@ def problems(
         typer.Option("--without", help="Leave out the questions of this problems table."),
     ] = None,
     count: Annotated[
-        int, typer.Option("--count", min=1, help="Problems of each KIND of reasoning-gym's.")
-    ] = 1000,
+        int | None,
+        typer.Option("--count", min=1, help="Problems of each KIND; default 1000."),
+    ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Seed of reasoning-gym's problems.")
-    ] = 0,
+        int | None, typer.Option("--seed", min=0, help="Seed of the problems of KIND; default 0.")
+    ] = None,
 ) -> None:
     """Bring your own problems into the problems table, and check them.
 
@@ -106,9 +108,15 @@ def problems(
         from exgrpo_cli.problems.generated import generate
         from exgrpo_cli.recipe import parse_sets
 
+        if format_ or columns or skip_bad:
+            raise InputError(f"{source}: --format, --columns and --skip-bad are for files")
         options = parse_sets(shared.sets or ())
-        made = generate(str(source), count, seed, options, verifier, to_stderr)
+        made = partial(
+            generate, str(source), count or 1000, seed or 0, options, verifier, to_stderr
+        )
         shared = replace(shared, sets=None)
+    elif count is not None or seed is not None:
+        raise InputError(f"{source}: --count and --seed are for reasoning_gym:KIND")
     settings = shared.settings(
         None,
         problems__format=format_,

@@ -125,6 +125,8 @@ class VllmEngine:
             why = explained(_reason(error), said())
             raise StageError(f"{base}: vLLM did not start: {why}") from error
         self._processes = [process for process in descendants() if process not in before]
+        cores = [process.pid for process in self._processes if process.ppid() == os.getpid()]
+        self._llm.collective_rpc("end_with", args=(os.getpid(), cores))
         self._base, self._adapter = base, None
         if is_adapter(policy):
             self._use_adapter(policy)

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+import time
 from typing import Any
+
+import psutil
 
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker class, to be called by ``collective_rpc``."""
 
     model_runner: Any
+
+    def end_with(self, parent: int, cores: list[int]) -> None:
+        """Have the engine end once the process that opened it is gone, however that ended.
+
+        Args:
+            parent: its process id.
+            cores: those of the processes that it has started.
+        """
+
+        opener = psutil.Process(parent)
+
+        def watch() -> None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while opener.is_running() and opener.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(0.5)
+            for core in cores:
+                with contextlib.suppress(OSError):
+                    os.kill(core, signal.SIGKILL)
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
 
     def refresh_embeddings(self) -> None:
         """Derive anew what vLLM keeps beside its embeddings, after weights were reloaded in place.

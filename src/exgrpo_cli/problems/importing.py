@@ -105,7 +105,7 @@ def import_problems(
     skip_bad: bool = False,
     workers: int | None = None,
     timeout: float = 5.0,
-    made: Sequence[Problem] | None = None,
+    made: Callable[[], Sequence[Problem]] | None = None,
     without: Path | None = None,
 ) -> Imported:
     """Read a problem set.
@@ -128,7 +128,7 @@ def import_problems(
         skip_bad: leave out rows that cannot be read, and count them.
         workers: processes that check the gold answers; by default as many as cores.
         timeout: hard limit for checking one gold answer, seconds.
-        made: problems that are taken as they are; no file is read then.
+        made: makes the problems; no file is read then.
         without: a problems table whose questions are left out, and counted.
 
     Raises:
@@ -148,7 +148,7 @@ def import_problems(
     read = _Rows(others=_questions_in(without))
     for file in files:
         how = _read_file(file, how, read, dedupe, skip_bad, say)
-    for problem in made or ():
+    for problem in made() if made is not None else ():
         read.rows += 1
         read.add(replace(problem, source=source or problem.source), dedupe)
     _say_left_out(path, read, say)

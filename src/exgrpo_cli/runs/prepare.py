@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ def import_into(
     name: str | None = None,
     dedupe: bool = True,
     held_out: bool = False,
-    made: Sequence[Problem] | None = None,
+    made: Callable[[], Sequence[Problem]] | None = None,
     without: Path | None = None,
 ) -> dict[str, Any]:
     """Import a problem set, leaving out prompts that are too long for the policy.
@@ -146,7 +146,7 @@ def import_into(
         dedupe: whether a question that stands several times enters once.
         held_out: whether it is for evaluation: of ``problems`` only the verifier counts, the rest
             is of the training set.
-        made: problems that are taken instead of ``source``, which then names them in messages.
+        made: makes the problems, which ``source`` then only names.
         without: a problems table whose questions are left out.
 
     Returns:

@@ -279,7 +279,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def main() -> None:
     """``python -m exgrpo_cli.runs.sides PARENT_PID ARGUMENT…``: the command, as long as its parent
     lives."""
-    end_with_parent(int(sys.argv[1]))
+    end_with_parent(int(sys.argv[1]), number=signal.SIGTERM)  # in order, with what it has started
     del sys.argv[1]
     from exgrpo_cli.__main__ import main as command
 

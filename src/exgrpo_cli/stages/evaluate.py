@@ -70,10 +70,10 @@ def evaluate(
     Raises:
         InputError: no problems whose prompts are short enough, the folder holds an evaluation of
             another policy or with other settings, or the policy cannot be opened.
-        StageError: the engine left a row out.
+        StageError: the engine left a row out, or no answer could be judged.
     """
     from exgrpo_cli.models import load_tokenizer
-    from exgrpo_cli.stages.verify import verify
+    from exgrpo_cli.stages.verify import refuse_errors, verify
 
     settings = recipe.evaluate
     policy, problems, out = step.policy(recipe.model.path), step.problems, step.evaluation
@@ -129,7 +129,14 @@ def evaluate(
     if before.get("answers") != answers:
         verdicts.unlink(missing_ok=True)
         tables.write_json(request, asked | {"answers": answers})
-    verify(step.at(rollouts=rollouts, verdicts=verdicts), recipe, pool=pool)
+    result = verify(step.at(rollouts=rollouts, verdicts=verdicts), recipe, pool=pool)
+    for note in result.notes:
+        log(f"evaluate: {note}")
+    try:
+        refuse_errors(result, verdicts)
+    except StageError:
+        verdicts.unlink()  # or the next evaluation would take them for judged
+        raise
 
     judged = (
         tables.read_table(
@@ -162,7 +169,7 @@ def evaluate(
         "average": average_of_sources(judged, bootstrap, recipe.seed),
     }
     tables.write_json(out / "summary.json", summary)
-    return Result(int(sampled), int(not sampled), metrics=summary)
+    return Result(int(sampled), int(not sampled), metrics=summary, notes=result.notes)
 
 
 def evaluation_metrics(name: str, summary: Mapping[str, Any]) -> dict[str, float]:

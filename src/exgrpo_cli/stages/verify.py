@@ -142,12 +142,13 @@ def refuse_errors(judged: Result, verdicts: Path) -> None:
         verdicts: where its verdicts are.
 
     Raises:
-        StageError: every verdict that was made is an error.
+        StageError: every verdict that was made is an error, or its time was over.
     """
-    rows = judged.metrics["rows"]
-    if rows and judged.metrics["by_status"]["error"] == rows:
+    rows, counts = judged.metrics["rows"], judged.metrics["by_status"]
+    if rows and counts["error"] + counts["timeout"] == rows:
+        what = "a timeout" if counts["timeout"] else "an error"
         raise StageError(
-            f"{verdicts}: every verdict is an error; verify with --explain ROLLOUT_ID says why, and"
+            f"{verdicts}: every verdict is {what}; verify with --explain ROLLOUT_ID says why, and"
             " with --force judges again"
         )
 

@@ -8,6 +8,7 @@ import glob
 import json
 import math
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -30,11 +31,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     file or the new one). When the block fails, nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    temporary.chmod(0o666 & ~umask())
-    try:
+    temporary = _temporary(path)
+    try:  # from its first moment on: an interrupt may come with it
+        temporary.touch(exist_ok=False)
         with _full_disk_named(path):
             yield temporary
             fsync(temporary)
@@ -43,6 +42,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
         _remove_abandoned(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -76,9 +79,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    temporary.chmod(path.parent.stat().st_mode & 0o777)
+    temporary = _temporary(path)
     try:
+        temporary.mkdir(0o700)
+        temporary.chmod(path.parent.stat().st_mode & 0o777)
         with _full_disk_named(path):
             yield temporary
         mask = umask()

@@ -91,6 +91,9 @@ def check_gold(answer: str, metadata: Mapping[str, Any] | None = None) -> str | 
 
 
 def _scorer(metadata: Mapping[str, Any]) -> Score:
+    import reasoning_gym  # noqa: F401  (here, so that a worker has it before it is asked)
+    import sympy.parsing.sympy_parser  # noqa: F401
+
     kind, config = metadata.get("source_dataset"), metadata.get("config", {})
     if not isinstance(kind, str) or not isinstance(config, dict):
         raise ValueError("the problem's metadata names no kind of reasoning-gym's (source_dataset)")
@@ -107,7 +110,6 @@ def _tuples(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _dataset(kind: str, config: str) -> Any:
-    import reasoning_gym  # noqa: F401  (fills the registry)
     from reasoning_gym.factory import DATASETS
 
     if kind not in DATASETS:
@@ -122,8 +124,6 @@ def _dataset(kind: str, config: str) -> Any:
 
 def _guard() -> None:
     """Have the scorers evaluate by :func:`evaluate`, in this process from now on."""
-    import sympy.parsing.sympy_parser  # noqa: F401
-
     for name, module in list(sys.modules.items()):
         if name.startswith("reasoning_gym.") or name == "sympy.parsing.sympy_parser":
             vars(module)["eval"] = evaluate
