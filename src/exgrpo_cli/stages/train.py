@@ -145,9 +145,7 @@ def _prune(step: Step, recipe: Recipe, log: Log) -> None:
     if step.run is not None and "next_policy" not in step.given:
         gone = prune_policies(step.run, recipe, step.number + 1)
         if len(gone) > 1:  # one a step is what it keeps to
-            log(
-                f"removed {len(gone)} policies, of steps {gone[0]} to {gone[-1]}: see train.keep_every"
-            )
+            log(f"{len(gone)} policies of steps {gone[0]} to {gone[-1]} removed: train.keep_every")
 
 
 @contextlib.contextmanager
