@@ -145,7 +145,9 @@ PLACES = {
     "a long query": """
         import duckdb, threading
         threading.Timer(0.2, interrupt).start()
-        duckdb.execute("SELECT count(*) FROM range(3000000) a, range(60000) WHERE a.range % 7 = 5")
+        duckdb.execute(
+            "SELECT count(*) FROM range(3000000) a, range(60000) b WHERE a.range % 7 = 5"
+        )
     """,
     "torch's backward pass": """
         import torch
@@ -380,12 +382,15 @@ def test_processes_that_train_together_end_too(exgrpo, guesser: Path, tmp_path: 
     words = [*small_run(guesser), "--set", "curate.questions=2", "--set", "train.processes=2"]
     with (tmp_path / "said").open("w+") as said:
         child = exgrpo.start("run", tmp_path / "run", *words, stderr=said.fileno())
-        started: list[psutil.Process] = []
+        training = 0
         deadline = time.monotonic() + 120
-        while len(started) < 3 and time.monotonic() < deadline:  # torchrun and its two
+        while training < 3 and time.monotonic() < deadline:  # torchrun and its two
             time.sleep(0.1)
             below = psutil.Process(child.pid).children(recursive=True)
-            started = [one for one in below if "train" in one.cmdline()]
+            training = 0
+            for process in below:
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    training += "train" in process.cmdline()
         os.kill(child.pid, signal.SIGTERM)
         code = child.wait(60)
         said.seek(0)

@@ -78,7 +78,7 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
             state = step.next_trainer / "trainer.json"  # may have been pruned
             kept = read_trainer(step.next_trainer)["metrics"] if state.exists() else {}
             _record(step, kept, again=True)
-            _prune(step, recipe)
+            _prune(step, recipe, say)
             return Result(skipped=1, metrics=kept)
         policy = step.policy(recipe.model.path)
         check_trainer(step)
@@ -134,7 +134,7 @@ def _forget(step: Step) -> None:
         step.run.stage_metrics(step.number, "train").unlink(missing_ok=True)
 
 
-def _prune(step: Step, recipe: Recipe) -> None:
+def _prune(step: Step, recipe: Recipe, log: Log) -> None:
     """Remove old trainer states and policies, also those that a killed process was to remove."""
     from exgrpo_cli.training.trainer_state import prune_trainers
 
@@ -143,7 +143,9 @@ def _prune(step: Step, recipe: Recipe) -> None:
     if recipe.train.keep is not None:
         prune_trainers(step.next_trainer, recipe.train.keep)
     if step.run is not None and "next_policy" not in step.given:
-        prune_policies(step.run, recipe, step.number + 1)
+        gone = prune_policies(step.run, recipe, step.number + 1)
+        if len(gone) > 1:  # one a step is what it keeps to
+            log(f"{len(gone)} policies of steps {gone[0]} to {gone[-1]} removed: train.keep_every")
 
 
 @contextlib.contextmanager
@@ -278,7 +280,7 @@ class _Work:
             self.say(skipped)
             notes += [f"train step {step.number}: {line}" for line in (*result.said, skipped)]
         save_policy(model, self.policy, step.next_policy, dtype, recipe.model)
-        _prune(step, recipe)
+        _prune(step, recipe, self._log)
         return metrics, notes, seconds
 
     def _with_reference(self, groups: list[Group]) -> list[Group]:
