@@ -145,7 +145,7 @@ PLACES = {
     "a long query": """
         import duckdb, threading
         threading.Timer(0.2, interrupt).start()
-        duckdb.execute("SELECT count(*) FROM range(3000000) a, range(3000) b WHERE a.range % 7 = 5")
+        duckdb.execute("SELECT count(*) FROM range(3000000) a, range(60000) WHERE a.range % 7 = 5")
     """,
     "torch's backward pass": """
         import torch
