@@ -15,6 +15,7 @@ from time import monotonic, sleep
 from exgrpo_cli import interrupts
 from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir
 from exgrpo_cli.runs import sides
+from exgrpo_cli.tables import write_text
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -33,7 +34,7 @@ class Forked:
             os.close(theirs)
             os.set_blocking(ours, False)
             self.stderr = os.fdopen(ours, "rb", 0)
-            (Path(os.environ["EXGRPO_PIDS"]) / side).write_text(str(self.pid))
+            write_text(Path(os.environ["EXGRPO_PIDS"]) / side, str(self.pid))
             return
         os.setpgid(0, 0)
         os.dup2(theirs, 2)
