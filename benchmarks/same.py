@@ -41,9 +41,13 @@ Columns = dict[str, tuple[str, Rows]]
 """What a file holds: the name of each column to its type and its rows, written out as Python
 writes them (so that equal text is an equal value, to the last bit of a float), or raw bits."""
 
-ASIDE = re.compile(r"(^|[./])time/|seconds(_mean|_max)?$|per_second$|peak_memory_mb$|^log\.\d+$")
+ASIDE = re.compile(
+    r"(^|[./])time/|seconds(_mean|_max)?$|per_second$|peak_memory_mb$|^log\.\d+$"
+    r"|^\d+\.(first|last|commit)$"
+)
 """Columns that no two runs have alike; that they are there is compared. (A step's log in
-curation.json is a digest of the times at which its files were written.)"""
+curation.json is a digest of the times at which its files were written; provenance.json says when
+the run was started, and by which commit.)"""
 
 _DURATION = re.compile(r"\b\d[\d.,]*(?= ?(ms|s|seconds|min|h|d|tokens/s)\b)")
 _BITS = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -327,6 +331,7 @@ def look(exgrpo: Command, step: int) -> None:
     for path in [run / "metrics.jsonl", *run.glob("metrics/*/time-*.json")]:
         text = path.read_text(encoding="utf-8")
         path.write_text(re.sub(r'("time/\w+": )[\d.e-]+', r"\g<1>1.0", text), encoding="utf-8")
+    (run / "provenance.json").unlink(missing_ok=True)  # the report would say when, and which commit
     other = _sets("curate.choose=luck curate.bucket_weight=bucket")
     for command in (["status", "same"], ["show", "same"], ["diff", "same", *other]):
         exgrpo(*command, save=f"{command[0]}.txt")
