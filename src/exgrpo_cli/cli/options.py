@@ -211,7 +211,7 @@ def with_shared(function: Callable[..., None]) -> Callable[..., None]:
         shared = Shared(**{name: values.pop(name) for name in _SHARED})
         function(**values, shared=shared)
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__name__ = function.__name__
     command.__annotations__ = {one.name: one.annotation for one in (*own, *common)}
     described: Any = command
     described.__signature__ = signature.replace(parameters=[*own, *common])
