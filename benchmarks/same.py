@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,13 +50,12 @@ curation.json is a digest of the times at which its files were written; provenan
 the run was started, and by which commit.)"""
 
 _DURATION = re.compile(r"\b\d[\d.,]*(?= ?(ms|s|seconds|min|h|d|tokens/s)\b)")
-_BITS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_BITS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def read(path: Path, folder: Path) -> Columns:
     """The columns of a file, with ``folder`` taken out of its strings and times put aside."""
-    other = {"bytes": ("", memoryview(path.read_bytes()))}
-    columns = _READERS[path.suffix](path) if path.suffix in _READERS else other
+    columns = _READERS.get(path.suffix, _bytes)(path)
     here = str(folder.resolve())
     for name, (kind, rows) in columns.items():
         if ASIDE.search(name):
@@ -64,6 +63,10 @@ def read(path: Path, folder: Path) -> Columns:
         elif not isinstance(rows, memoryview):
             columns[name] = kind, [row.replace(here, "FOLDER") for row in rows]
     return columns
+
+
+def _bytes(path: Path) -> Columns:
+    return {"bytes": ("", memoryview(path.read_bytes()))}
 
 
 def _parquet(path: Path) -> Columns:
@@ -165,7 +168,7 @@ def _difference(one: tuple[str, Rows], other: tuple[str, Rows]) -> str:
         return f"{kind} | {kind_b}"
     if rows == rows_b:
         return ""
-    pairs = list(zip_longest(rows, rows_b))
+    pairs: list[tuple[Any, Any]] = list(zip_longest(rows, rows_b))
     differ = [number for number, (a, b) in enumerate(pairs) if a != b]
     a, b = ("none" if v is None else _shown(v, kind) for v in pairs[differ[0]])
     near = max(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 20, 0)

@@ -175,7 +175,7 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    class Timed(GRPOTrainer):
+    class Timed(GRPOTrainer):  # type: ignore[misc]
         """Keeps the time of what surrounds generation, so that it can be left out."""
 
         around = (0.0, 0.0)
@@ -183,17 +183,18 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             started = clocks()
             found = super()._generate_and_score_completions(inputs)
-            parts = zip(self.around, started, clocks(), strict=True)
-            self.around = tuple(sum_ + b - a for sum_, a, b in parts)
+            (wall, cpu), ended = self.around, clocks()
+            self.around = wall + ended[0] - started[0], cpu + ended[1] - started[1]
             return found
 
-    class Clock(TrainerCallback):
-        begun: tuple[float, float] | None = None
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        begun = (0.0, 0.0)
         ended = (0.0, 0.0)
         peak = 0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun = self.begun or clocks()
+            if not any(self.begun):
+                self.begun = clocks()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.ended = clocks()
