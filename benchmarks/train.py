@@ -251,7 +251,7 @@ def main() -> None:
     if trl is None:
         print("TRL is not installed (python benchmarks/train.py --setup): exgrpo alone")
     load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    print(f"float32, CPU, {options.threads} threads, {load}; {TRL if trl else ''}")
+    print(f"float32, CPU, {options.threads} threads, {load}{f'; {TRL}' if trl else ''}")
     with tempfile.TemporaryDirectory() as name:
         for model in options.models:
             compare(model, options, trl, Path(name))

@@ -40,8 +40,8 @@ def make_model(config: dict[str, int], folder: Path) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def write_tables(groups: list[Any], folder: Path) -> None:
-    """The groups as rollouts and verdicts."""
+def write_tables(groups: list[Any], policy: str, folder: Path) -> None:
+    """The groups as rollouts of a policy, and their verdicts."""
     from exgrpo_cli import tables
 
     rollouts, verdicts = [], []
@@ -53,7 +53,7 @@ def write_tables(groups: list[Any], folder: Path) -> None:
             rollouts.append(
                 {
                     "rollout_id": rollout_id, "step": 0, "problem_id": f"q{question:04d}",
-                    "sample": sample, "role": "fresh", "policy": "step-00000",
+                    "sample": sample, "role": "fresh", "policy": policy,
                     "prompt_ids": group["prompt"], "token_ids": response, "text": "",
                     "logprobs": zeros, "mean_entropy": 0.0, "entropy_source": "logprobs",
                     "mean_logprob": 0.0, "tokens": len(response), "token_hash": "",
@@ -134,7 +134,7 @@ def run_ours(job: dict[str, Any]) -> dict[str, Any]:
             },
             "benchmark",
         )
-        write_tables(groups, folder)
+        write_tables(groups, model, folder)
         of = Step.of(
             None,
             policy=model,
