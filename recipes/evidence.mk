@@ -51,7 +51,7 @@ ARMS_lm ?= grpo exgrpo groups
 # What the arms of an experiment have in common.
 recipe_weak := --recipe recipes/weak.toml
 recipe_ablations := $(recipe_weak)
-recipe_demo := --recipe recipes/demo.toml --set problems.limit=1000 --set evaluate.every=25
+recipe_demo := --recipe recipes/demo.toml --set problems.limit=500 --set evaluate.every=16 --steps 32
 recipe_few := --recipe recipes/demo.toml --set problems.limit=64 --set curate.questions=8 --steps 60 \
   --set train.learning_rate=2e-4 --set train.minibatch_questions=64 --set evaluate.every=20
 recipe_lm := --recipe recipes/demo-lm.toml
