@@ -87,7 +87,7 @@ lint: $(VENV)/.installed ## ruff: lint and format, checked
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.installed ## mypy --strict
+types: $(VENV)/.installed ## mypy --strict, of src and benchmarks
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed ## write docs/settings.md from the recipe's types, views.sql from the tables'

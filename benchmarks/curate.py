@@ -193,7 +193,7 @@ def curate(root: Path, step: int, *, rebuild: bool = False) -> dict[str, Any]:
     started = time.perf_counter()
     arguments = [sys.executable, __file__, "--child", str(root), str(step), str(int(rebuild))]
     done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout) | {"process_seconds": time.perf_counter() - started}
+    return {**json.loads(done.stdout), "process_seconds": time.perf_counter() - started}
 
 
 # --- the obvious pool in Python -----------------------------------------------------------------
