@@ -147,6 +147,8 @@ def _raise(number: int, *_: object) -> None:
             sys.unraisablehook = _swallowed
             if os.environ.get("EXGRPO_DEBUG") != "1":
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            if isinstance(sys.exception(), KeyboardInterrupt):
+                return  # polars has met the signal first; what its interrupt ends is not disturbed
     raise KeyboardInterrupt
 
 

@@ -444,8 +444,9 @@ def _write(frames: Iterator[pl.DataFrame], target: Path) -> None:
         for number, frame in enumerate(itertools.chain((first, second), frames)):
             files.append(Path(folder) / f"{number:08d}.parquet")
             tables.check_frame("verdicts", frame, target)
-            frame.write_parquet(files[-1], compression="zstd")
-        with tables.atomic_path(target) as temporary:
+            with files[-1].open("wb") as out:  # opened here: see tables.write_table
+                frame.write_parquet(out, compression="zstd")
+        with tables.atomic_path(target) as temporary, temporary.open("wb") as out:
             pl.scan_parquet(files, glob=False).sink_parquet(
-                temporary, compression="zstd", maintain_order=True
+                out, compression="zstd", maintain_order=True
             )

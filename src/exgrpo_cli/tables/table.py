@@ -30,8 +30,9 @@ def write_table(table: str, data: pl.DataFrame, path: Path) -> None:
         InputError: a column is missing, of another type, or null where it may not be.
     """
     check_frame(table, data, path)
-    with atomic_path(path) as temporary:
-        data.select(list(SCHEMAS[table])).write_parquet(temporary, compression="zstd")
+    # Opened here: interrupted, polars' threads may yet open a path that they were given.
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        data.select(list(SCHEMAS[table])).write_parquet(file, compression="zstd")
 
 
 def read_table(
