@@ -142,12 +142,21 @@ PLACES = {
         con.create_function("f", lambda x: interrupt(), ["BIGINT"], "BIGINT")
         con.execute("SELECT f(range) FROM range(1)").fetchall()
     """,
-    "a long query": """
-        import duckdb, threading
+    "a long query, at which DuckDB sees no signal": """
+        import threading
+        from exgrpo_cli.tables.duck import open_database
         threading.Timer(0.2, interrupt).start()
-        duckdb.execute(
-            "SELECT count(*) FROM range(3000000) a, range(60000) b WHERE a.range % 7 = 5"
-        )
+        with open_database() as con:
+            con.execute("SELECT count(*) FROM range(100000000000) a, range(9) WHERE a.range = 5")
+    """,
+    "the only thread at a long query": """
+        import threading
+        from pathlib import Path
+        from exgrpo_cli.tables import duck
+        threading.Timer(0.2, interrupt).start()
+        duck._database().execute("SET threads = 1")
+        duck.query("SELECT count(*) FROM range(3000000) a, range(60000) b WHERE a.range % 7 = 5",
+                   {}, Path("a.parquet"))
     """,
     "torch's backward pass": """
         import torch
