@@ -14,6 +14,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.history import StepFiles
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.recipe.rules import mentions
 from exgrpo_cli.rundir import RunDir, step_name
 
 # Tables of another version are derived anew: 2 has rewards, 3 rules and digests of the tables.
@@ -31,9 +32,20 @@ def table_settings(recipe: Recipe) -> dict[str, Any]:
         "store", "retire", "drop", "count_replayed", "start_success", "store_before_start",
         "revive_after",
     }  # fmt: skip
-    chosen = recipe.curate.model_dump(mode="json", include=names)
-    several = recipe.curate.replayed if recipe.curate.replayed > 1 else None
-    return chosen | {"on_policy": True if on_policy(recipe) else None, "replayed": several}
+    curate = recipe.curate
+    chosen = curate.model_dump(mode="json", include=names)
+    several = curate.replayed if curate.replayed > 1 else None
+    chosen |= {"on_policy": True if on_policy(recipe) else None, "replayed": several}
+    asked = f"{curate.store} {curate.retire} {curate.drop}"
+    return chosen | {
+        key: value
+        for key, value, columns in (
+            ("samples", recipe.rollout.samples, ("samples", "k", "n")),
+            ("questions", curate.questions, ("batch",)),
+            ("seed", recipe.seed, ("luck",)),
+        )
+        if mentions(asked, *columns)
+    }
 
 
 def all_settings(recipe: Recipe) -> dict[str, Any]:
