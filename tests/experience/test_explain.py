@@ -13,7 +13,7 @@ from exgrpo_cli.experience.explain import explain, format_explanation
 from exgrpo_cli.inspect.diff import aligned
 from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.rundir import RunDir
-from making import curate, group, make_recipe, plan, row, write_problems, write_step
+from making import curate, group, make_recipe, plan, row, write_plan, write_problems, write_step
 
 RECIPE = make_recipe(
     questions=3, drop="newness > 2", store="correct AND k < n AND tokens < 20 AND mean_logprob < 0"
@@ -65,6 +65,12 @@ def test_a_question_of_a_step(run: RunDir) -> None:
     assert "\nchoose = mean_entropy\n" in words
     with pytest.raises(InputError, match="no problem nosuch"):
         explain(run, RECIPE, 2, "nosuch")
+
+
+def test_what_was_not_sampled_is_not_asked_to_retire(run: RunDir) -> None:
+    write_plan(run, 2, [row(2, "zz", 0, True, "")])
+    recipe = make_recipe(retire="fresh_k / fresh_n = 1")
+    assert explain(run, recipe, 2, "zz")["rules"]["retire"]["rows"] == []
 
 
 def test_the_command(run: RunDir, exgrpo: Callable[..., subprocess.CompletedProcess[str]]) -> None:

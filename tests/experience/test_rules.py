@@ -52,6 +52,14 @@ def test_the_defaults_can_be_used(name: str) -> None:
         ("choose", "nosuch(age)", "nosuch does not exist"),
         ("question", "k / K", "the number of samples K is called samples"),
         ("bucket_weight", "k", "its columns are bucket, questions"),
+        ("choose", "epoch(ago(INTERVAL 1 DAY))", "ago() may give another value"),
+        ("choose", "COLUMNS('mean_.*')", "names its columns one by one"),
+        ("choose", "#1", "names its columns one by one"),
+        ("choose", "choose.age", 'table "choose" not found'),
+        ("choose", "rowid", "did you mean reward?"),
+        ("choose", "[age]", "must be a number, and is INTEGER[]"),
+        ("choose", "INTERVAL 1 DAY", "must be a number, and is INTERVAL"),
+        ("choose", "+".join(["age"] * 400), "is nested more than 100 levels deep"),
     ],
 )
 def test_a_wrong_rule_is_one_line(name: str, expression: str, words: str) -> None:
@@ -72,6 +80,7 @@ def test_rules_go_through_files_and_flags() -> None:
     assert exponent("exp(bucket)") == "bucket"
     assert exponent("exp(1) * exp(bucket)") is None
     assert exponent("bucket") is None
+    assert exponent("exp(bucket) -- )") is None
 
 
 @pytest.mark.parametrize(
@@ -194,6 +203,39 @@ def test_a_trajectory_may_be_used_so_often(run: RunDir) -> None:
     assert [c.chosen[0]["rollout_id"] for c in choices(run, make_recipe(**rules)) if c.chosen]
 
 
+@pytest.mark.parametrize(
+    ("rule", "expression", "changed"),
+    [
+        ("store", "correct AND luck < 0.5", {"seed": 5}),
+        ("store", "correct AND batch = 4", {"questions": 5}),
+        ("retire", "fresh_k >= samples - 1", {"samples": 3}),
+        ("drop", "k > 2", {"samples": 8}),
+    ],
+)
+def test_what_a_rule_names_may_change(
+    run: RunDir, rule: str, expression: str, changed: dict[str, int]
+) -> None:
+    after(run, **{rule: expression})
+    recipe = make_recipe(**{rule: expression} | changed)  # type: ignore[arg-type]
+    write_step(run, 2, group(2, "e", "1110"))
+    curate(run, 2, recipe)
+    incremental = stored(run)
+    rebuild(run, 2, recipe)
+    assert stored(run) == incremental
+
+
+def test_a_step_has_used_what_it_was_trained_on(run: RunDir) -> None:
+    rules = {"drop": "times_used >= 1"}
+    after(run, **rules, choose="luck")
+    write_step(run, 2, group(2, "a", "000", "replay"))
+    curate(run, 2, make_recipe(**rules, choose="luck"))
+    run.policy(3).mkdir(parents=True)
+    used = tables.read_table("curated", run.curated(2))["rollout_id"][0]
+    curate(run, 2, make_recipe(**rules, choose="-luck"))
+    assert tables.read_table("curated", run.curated(2))["rollout_id"].to_list() == [used]
+    assert used not in stored(run)
+
+
 def test_fresh_weights_order_an_epoch(run: RunDir) -> None:
     after(run, 1, fresh="CASE WHEN k IS NULL THEN 1 ELSE 0 END", questions=9, replay_ratio=0.01)
     assert set(plan(run, 2)["fresh"]) == {*"efgh", "zz"}  # zz was solved before replay was on
@@ -208,7 +250,7 @@ def test_fresh_weights_order_an_epoch(run: RunDir) -> None:
         ("question", "1 - k", "rule curate.question is null, not finite or negative of "),
         ("choose", "sqrt(-age)", "curate.choose"),
         ("choose", "CAST('nan' AS DOUBLE) * age", "rule curate.choose is null or not finite of s0"),
-        ("bucket_weight", "2 - bucket", "rule curate.bucket_weight is null, not finite or neg"),
+        ("bucket_weight", "2 - bucket", "weight is null, not finite or negative of bucket 3"),
         ("fresh", "k", "rule curate.fresh is null, not finite or negative of "),
         ("drop", "since_sampled > NULL", "curate.drop"),
     ],

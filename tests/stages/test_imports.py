@@ -208,6 +208,9 @@ def test_rules_see_where_a_trajectory_is_from(tmp_path: Path) -> None:
     rows = {row["row"]: (row["advantage"], row["value"]) for row in found["rules"]["store"]["rows"]}
     assert rows["i/r1/a/1.0"] == (0.5, True)  # 1 - 2 of 4
     assert rows["s00001/a/02"] == (-0.5, False)
+    found = explain(run, make_recipe(store="correct AND stored < 1"), 0, "a")
+    rows = {row["row"]: (row["stored"], row["value"]) for row in found["rules"]["store"]["rows"]}
+    assert rows == {"i/r1/a/0.0": (0, False), "i/r1/a/0.1": (0, True)}  # before they were stored
     write_step(run, 2, group(2, "a", "000", "replay"))
     curate(run, 2, recipe)
     (chosen,) = pl.read_parquet(run.curated(2)).to_dicts()

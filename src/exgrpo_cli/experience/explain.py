@@ -10,13 +10,12 @@ from typing import Any
 
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.choose import choose
-from exgrpo_cli.experience.database import run_sql, sql_text
+from exgrpo_cli.experience.database import sql_text
 from exgrpo_cli.experience.history import StepFiles, read_plan, read_step
 from exgrpo_cli.experience.plan import draw_plan, require_plan
 from exgrpo_cli.experience.pool import Experience
-from exgrpo_cli.experience.rules import with_rules
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.recipe.rules import RULES, as_sql, mentions
+from exgrpo_cli.recipe.rules import RULES, mentions
 from exgrpo_cli.rundir import RunDir
 
 # Where each rule is asked: the query file whose CTE ``seen`` has its columns.
@@ -74,13 +73,16 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
         ask("retire", "role", step)
         kept = recipe.curate.model_copy(update={"drop": "false"})
         experience.recipe = recipe.model_copy(update={"curate": kept})
-        experience.take_in(files)
+        imported: list[dict[str, Any]] = []
+
+        def ask_of_imports() -> None:
+            ask("store", "rollout_id", step, query="take_in_imports")
+            imported.extend(rules["store"]["rows"])
+
+        experience.take_in(files, ask_of_imports)
         experience.recipe = recipe
         ask("store", "rollout_id", step)
-        if files.imports:
-            own = rules["store"]["rows"]
-            ask("store", "rollout_id", step, query="take_in_imports")
-            rules["store"]["rows"] = own + rules["store"]["rows"]
+        rules["store"]["rows"] += imported
         experience.read_uses(step)
         ask("drop", "rollout_id", step)
         if recipe.curate.drop != "false":
@@ -108,26 +110,19 @@ def _rows(
     **parameters: Any,
 ) -> dict[str, Any]:
     """A rule's rows of a question: see :func:`explain`."""
-    curate = experience.recipe.curate
-    expression: str = getattr(curate, name)
+    expression: str = getattr(experience.recipe.curate, name)
     text = sql_text(query or _QUERIES[name])
     seen = _SEEN.search(text)
     assert seen is not None, name
     begin = text.rindex("WITH ", 0, seen.start())
     columns = [column for column in RULES[name].columns if mentions(expression, column)]
     names = "".join(f', "{column}"' for column in columns)
+    asked_of = " AND fresh_n > 0" if name == "retire" else ""  # a prompt may have been too long
     asked = (
-        f"{text[begin : seen.end()]}\nSELECT {row} AS row{names},"
-        f" {as_sql(name, expression, 'problem_id')} AS value"
-        " FROM (SELECT * FROM seen WHERE problem_id = $problem) ORDER BY ALL"
+        f"{text[begin : seen.end()]}\nSELECT {row} AS row{names}, <{name}|problem_id> AS value"
+        f" FROM (SELECT * FROM seen WHERE problem_id = $problem{asked_of}) ORDER BY ALL"
     )
-    given = curate.model_dump() | {
-        "samples": experience.recipe.rollout.samples,
-        "batch": curate.questions,
-        "seed": experience.recipe.seed,
-        "problem": problem,
-    }
-    found = run_sql(experience.con, name, with_rules(asked, curate)[0], **given, **parameters)
+    found = experience.sql(name, asked, problem=problem, **parameters)
     return {"expression": expression, "rows": found}
 
 

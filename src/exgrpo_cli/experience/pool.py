@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +65,7 @@ class Experience:
             fill_problems(con, run.problems, columns_of_problems(recipe.curate))
             yield cls(con, run, recipe)
 
-    def sql(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
+    def sql(self, name: str, text: str | None = None, **parameters: Any) -> list[dict[str, Any]]:
         """Run a query file of ``sql/``: see :func:`exgrpo_cli.experience.database.run_sql`.
 
         The settings of ``curate``, ``samples`` (K), ``batch`` (B) and ``seed`` are parameters by
@@ -82,7 +82,7 @@ class Experience:
             "batch": curate.questions,
             "seed": self.recipe.seed,
         }
-        text, rules = with_rules(sql_text(name), curate)
+        text, rules = with_rules(text or sql_text(name), curate)
         try:
             return run_sql(self.con, name, text, **given, **parameters)
         except duckdb.Error as error:
@@ -118,11 +118,19 @@ class Experience:
             f"INSERT INTO uses SELECT problem_id, rollout_id, {int(step)} FROM chosen"
         ).fetchall()
 
+    def use_recorded(self, step: int) -> None:
+        """What a step was trained on is what it replays, whatever is in ``chosen``."""
+        self._used.discard(step)
+        self.con.execute(f"DELETE FROM uses WHERE step = {int(step)}").fetchall()
+        self.read_uses(step)
+
     def replays(self, step: int) -> bool:
         """Whether replay is on in a step."""
         return self.replay_from is not None and self.replay_from <= step
 
-    def take_in(self, files: StepFiles) -> None:
+    def take_in(
+        self, files: StepFiles, before_imports: Callable[[], object] = lambda: None
+    ) -> None:
         """Take in a step of the history: counts, buckets, retirement, new successes, limits.
 
         Leaves the step's ``step_rows``, ``step_groups`` and ``planned`` in the connection, and
@@ -141,6 +149,7 @@ class Experience:
         self.sql("step_groups", step=step, storing=storing, retiring=not never)
         self.sql("take_in", step=step)
         if files.imports and not never:
+            before_imports()
             self.sql("take_in_imports", step=step)
         if rules.drop != "false":
             self.sql("prune", step=step)

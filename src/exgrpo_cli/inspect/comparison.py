@@ -293,7 +293,7 @@ def write_numbers(path: Path, arms: Sequence[Arm]) -> None:
                 rows.append({**own, "step": step, **costs, **line})
     frame = pl.DataFrame(rows, infer_schema_length=None)
     if path.suffix == ".parquet":
-        with atomic_path(path) as temporary:
-            frame.write_parquet(temporary)
+        with atomic_path(path) as temporary, temporary.open("wb") as out:
+            frame.write_parquet(out)
     else:
         write_text(path, frame.write_csv())

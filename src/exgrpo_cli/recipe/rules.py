@@ -107,7 +107,10 @@ RULES: dict[str, Rule] = {
 _CLOCK = frozenset({  # functions that are written without brackets
     "current_date", "current_time", "current_timestamp", "localtime", "localtimestamp",
     "current_user", "current_role", "session_user", "user",
+    "ago",  # a macro
 })  # fmt: skip
+_DEEP = 100
+"""Levels of an expression. Its tree is read by functions that call themselves."""
 _CHANGING = "may give another value each time; luck is a number that does not"
 
 
@@ -120,6 +123,7 @@ def _database() -> duckdb.DuckDBPyConnection:
     for name, rule in RULES.items():
         columns = ", ".join(f'"{column}" {kind}' for column, (kind, _) in rule.columns.items())
         con.execute(f"CREATE TABLE {name} ({columns})")
+    con.execute(f"SET GLOBAL max_expression_depth = {_DEEP}")
     con.execute("SET lock_configuration = true")
     return con
 
@@ -141,6 +145,8 @@ def fault(name: str, expression: str) -> str | None:
         text = f"SELECT (\n{expression}\n) AS value"
         told = con.execute("SELECT json_serialize_sql(?)", [text]).fetchall()[0][0]
         tree = json.loads(told)
+        if tree["error"] and "expression depth" in tree["error_message"]:
+            return f"is nested more than {_DEEP} levels deep"
         if tree["error"]:
             return f"not an expression: {first_line(Exception(tree['error_message']))}"
         node = tree["statements"][0]["node"]
@@ -151,15 +157,17 @@ def fault(name: str, expression: str) -> str | None:
             if refused:
                 return refused
         try:
+            # Without the table's name, which the rule's query does not have.
+            seen = f"(SELECT * FROM {name})"
             # In WHERE, where no aggregate may stand.
-            con.execute(f"SELECT * FROM {name} WHERE (\n{expression}\n) IS NOT NULL").fetchall()
+            con.execute(f"SELECT * FROM {seen} WHERE (\n{expression}\n) IS NOT NULL").fetchall()
             kind = con.execute(
-                f"SELECT typeof(({expression}\n)) FROM (SELECT 1) LEFT JOIN {name} ON true"
+                f"SELECT typeof(({expression}\n)) FROM (SELECT 1) LEFT JOIN {seen} ON true"
             ).fetchall()[0][0]
         except duckdb.Error as error:
             return _nearest(first_line(error), rule, expression)
     boolean = kind == "BOOLEAN"
-    number = re.match(r"U?(TINY|SMALL|BIG|HUGE)?INT|FLOAT|DOUBLE|DECIMAL", kind) is not None
+    number = re.fullmatch(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL\([^)]*\)", kind)
     if rule.kind == "boolean" and not boolean:
         return f"must be true or false, and is {kind}"
     if rule.kind != "boolean" and not number:
@@ -188,6 +196,8 @@ def _refused(con: duckdb.DuckDBPyConnection, part: Mapping[str, Any]) -> str | N
         return "a rule is asked row by row, and has no window"
     if kind == "PARAMETER":
         return "a rule has no parameters; samples, batch and step are columns"
+    if kind in ("STAR", "POSITIONAL_REFERENCE"):
+        return "a rule names its columns one by one"
     if kind == "COLUMN_REF":
         if part["column_names"][-1] == "K":
             return "K is the same name as k to DuckDB; the number of samples K is called samples"
@@ -230,7 +240,9 @@ def exponent(expression: str) -> str | None:
         ).fetchall()[0][0]
     top = json.loads(told)["statements"][0]["node"]["select_list"][0]
     inner = re.fullmatch(r"\s*exp\s*\((.*)\)\s*", expression, re.IGNORECASE | re.DOTALL)
-    return inner[1] if top.get("function_name") == "exp" and inner else None
+    if top.get("function_name") != "exp" or not inner or fault("bucket_weight", inner[1]):
+        return None  # also where the last bracket is a comment's
+    return inner[1]
 
 
 def as_sql(name: str, expression: str, row: str, kind: str | None = None) -> str:

@@ -80,6 +80,9 @@ def curate(
 
         read_plan(experience.con, plan, t)
         choose(experience, t, files)
+        trained = not force and run.policy(t + 1).exists() and run.curated(t).exists()
+        if trained:
+            experience.use_recorded(t)
         experience.take_in(files)
         _refuse_unjudged(experience, step)
         next_plan, epoch = draw_plan(experience, t + 1)
@@ -88,7 +91,7 @@ def curate(
         _say_of_choice(experience, note)
         if files.imports:
             _say_of_imports(experience, note)
-        if force or not (run.policy(t + 1).exists() and run.curated(t).exists()):
+        if not trained:
             _say_of_engine(run, write_curated(experience, t), note)
         else:
             note(f"{run.curated(t)} is left as it is: step {t} was trained on it")

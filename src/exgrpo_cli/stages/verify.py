@@ -247,7 +247,7 @@ def _columns(recipe: Recipe) -> list[str]:
     return ["rollout_id", "problem_id", "text", *length]
 
 
-def _reader() -> duckdb.DuckDBPyConnection:
+def _reader() -> contextlib.AbstractContextManager[duckdb.DuckDBPyConnection]:
     """DuckDB reads pages as they are asked for; other readers take whole row groups, which may be
     gigabytes of text."""
     return open_database(

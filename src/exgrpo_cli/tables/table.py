@@ -34,8 +34,9 @@ def write_table(table: str, data: pl.DataFrame, path: Path) -> None:
         InputError: a column is missing, of another type, or null where it may not be.
     """
     check_frame(table, data, path)
-    with atomic_path(path) as temporary:
-        data.select(list(SCHEMAS[table])).write_parquet(temporary, compression="zstd")
+    # Opened here: interrupted, polars' threads may yet open a path that they were given.
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        data.select(list(SCHEMAS[table])).write_parquet(file, compression="zstd")
 
 
 def write_frames(table: str, frames: Iterator[pl.DataFrame], path: Path) -> None:
@@ -61,10 +62,11 @@ def write_frames(table: str, frames: Iterator[pl.DataFrame], path: Path) -> None
         for number, frame in enumerate(itertools.chain((first, second), frames)):
             files.append(Path(folder) / f"{number:08d}.parquet")
             check_frame(table, frame, path)
-            frame.write_parquet(files[-1], compression="zstd")
-        with atomic_path(path) as temporary:
+            with files[-1].open("wb") as out:  # opened here: see write_table
+                frame.write_parquet(out, compression="zstd")
+        with atomic_path(path) as temporary, temporary.open("wb") as out:
             pl.scan_parquet(files, glob=False).sink_parquet(
-                temporary, compression="zstd", maintain_order=True
+                out, compression="zstd", maintain_order=True
             )
 
 

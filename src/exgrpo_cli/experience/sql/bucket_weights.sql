@@ -7,7 +7,7 @@
 SELECT
     bucket AS count,
     questions,
-    <log_bucket_weight|bucket> AS log_weight
+    <log_bucket_weight|concat('bucket ', bucket)> AS log_weight
 FROM (
     SELECT
         count AS bucket,
