@@ -63,7 +63,7 @@ demo-lm: $(VENV)/.vllm build/smollm2 build/sums/heldout.parquet build/sums/longe
 	$(BIN)/exgrpo run runs/demo-lm --recipe recipes/demo-lm.toml $(if $(STEPS),--steps $(STEPS))
 
 build/smollm2: | $(VENV)/.installed
-	$(BIN)/exgrpo demo-model $@ --from smollm2 --lessons 128
+	$(BIN)/exgrpo demo-model $@ --from smollm2 --lessons 256
 
 build/sums/train.parquet: | $(VENV)/.installed
 	$(SUMS) --set max_terms=3 --count 2000 --out $@
@@ -87,7 +87,7 @@ lint: $(VENV)/.installed ## ruff: lint and format, checked
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.installed ## mypy --strict
+types: $(VENV)/.installed ## mypy --strict, of src and benchmarks
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed ## write docs/settings.md from the recipe's types, views.sql from the tables'

@@ -41,7 +41,7 @@ def sampled_groups(recipe: Any, updates: int) -> list[Any]:
     tokenizer = load_tokenizer(recipe.model.path, recipe.model)
     lines = (ROOT / "data/arithmetic/train.jsonl").read_text(encoding="utf-8").splitlines()
     samples, rng = recipe.rollout.samples, random.Random(0)
-    requests = []
+    requests: list[Request] = []
     for line in lines[: updates * recipe.train.minibatch_questions]:
         question = f"Compute {json.loads(line)['prompt'].rstrip('=')}. Explain each step."
         ids = render_prompt([{"role": "user", "content": question}], tokenizer, recipe.model)

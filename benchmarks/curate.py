@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import polars as pl
 
 from exgrpo_cli import tables
 from exgrpo_cli.experience.database import connect, sql_text
@@ -158,8 +159,8 @@ def make_history(
         )
         print(f"\rhistory: step {step} of {steps}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    first = first_plan(run.problems, RECIPE)
-    tables.write_table("plan", first, run.plan(steps))
+    plan = first_plan(run.problems, RECIPE).with_columns(step=pl.lit(steps, pl.Int32))
+    tables.write_table("plan", plan, run.plan(steps))
 
 
 def sample_plan(con: duckdb.DuckDBPyConnection, run: RunDir, step: int) -> None:
@@ -191,8 +192,8 @@ def curate(root: Path, step: int, *, rebuild: bool = False) -> dict[str, Any]:
     """Run :func:`child`; its result, with the process's whole time, imports included."""
     started = time.perf_counter()
     arguments = [sys.executable, __file__, "--child", str(root), str(step), str(int(rebuild))]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout) | {"process_seconds": time.perf_counter() - started}
+    done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True)
+    return {**json.loads(done.stdout), "process_seconds": time.perf_counter() - started}
 
 
 # --- the obvious pool in Python -----------------------------------------------------------------

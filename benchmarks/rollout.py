@@ -107,7 +107,9 @@ def speed(options: argparse.Namespace) -> None:
     from exgrpo_cli.engines.vllm import VllmEngine
     from exgrpo_cli.models import load_tokenizer
     from exgrpo_cli.recipe import load_recipe
-    from exgrpo_cli.stages.rollout import encode_prompts, rollout, training_sampling
+    from exgrpo_cli.stages.rollout import rollout
+    from exgrpo_cli.stages.sampling import encode_prompts, training_sampling
+    from exgrpo_cli.step import Step
 
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
@@ -132,11 +134,11 @@ def speed(options: argparse.Namespace) -> None:
         engine = VllmEngine(recipe, policy)
         print(f"engine start-up {time.perf_counter() - began:.1f} s (outside of all figures below)")
 
-        prompts = encode_prompts(
-            tables.read_table("problems", root / "problems.parquet", ["problem_id", "prompt"]),
-            load_tokenizer(policy, recipe.model),
-            recipe,
+        problems = tables.read_table(
+            "problems", root / "problems.parquet", ["problem_id", "prompt"]
         )
+        tokenizer = load_tokenizer(policy, recipe.model)
+        prompts = encode_prompts(dict(problems.iter_rows()), tokenizer, recipe)
         sampling = training_sampling(recipe)
         requests = [
             Request(0, ids, tables.row_seed(recipe.seed, 0, name, sample))
@@ -148,16 +150,13 @@ def speed(options: argparse.Namespace) -> None:
         def stage() -> int:
             nonlocal turn
             turn += 1
-            result = rollout(
-                problems=root / "problems.parquet",
-                out=root / f"rollouts-{turn}",
+            step = Step.of(
+                None,
                 policy=policy,
-                policy_name="p",
-                step=0,
-                recipe=recipe,
-                engine=lambda: engine,
+                problems=root / "problems.parquet",
+                rollouts=root / f"rollouts-{turn}",
             )
-            return int(result["tokens"])
+            return int(rollout(step, recipe, engine=lambda _: engine).metrics["tokens"])
 
         def bare(**changes: Any) -> int:
             parameters = [engine.parameters(request, sampling) for request in requests]
@@ -214,7 +213,8 @@ def entropy(options: argparse.Namespace) -> None:
     from exgrpo_cli.models import load_model, load_tokenizer
     from exgrpo_cli.problems import import_problems
     from exgrpo_cli.recipe import load_recipe
-    from exgrpo_cli.stages.rollout import completion_row, encode_prompts
+    from exgrpo_cli.stages.sampling import Asked, completion_row, encode_prompts
+    from exgrpo_cli.step import Step
     from exgrpo_cli.training.logprobs import score_sequences
 
     recipe = load_recipe(
@@ -222,8 +222,10 @@ def entropy(options: argparse.Namespace) -> None:
         [f"rollout.max_new_tokens={options.tokens}", "rollout.max_prompt_tokens=128"],
         {"rollout.engine": "vllm", "model.path": options.policy},
     )
-    problems = import_problems(Path(options.problems), "auto", "math", None, options.questions)
-    prompts = encode_prompts(problems.frame, load_tokenizer(options.policy, recipe.model), recipe)
+    problems = import_problems(Path(options.problems), limit=options.questions).frame
+    tokenizer = load_tokenizer(options.policy, recipe.model)
+    chats = dict(problems.select("problem_id", "prompt").iter_rows())
+    prompts = encode_prompts(chats, tokenizer, recipe)
     requests = [
         Request(i, ids, i)
         for i, ids in enumerate(ids for ids in prompts.values() for _ in range(options.samples))
@@ -235,7 +237,8 @@ def entropy(options: argparse.Namespace) -> None:
         return sorted(engine.generate(requests, sampling), key=lambda c: c.index)
 
     def means(completions: list[Completion]) -> np.ndarray:
-        rows = [completion_row("p", 0, 0, "fresh", "p", [1], c, "", 0) for c in completions]
+        step, asked = Step(model=options.policy), Asked("", 0)
+        rows = [completion_row(step, asked, requests[c.index], c, tokenizer) for c in completions]
         return np.array([row["mean_entropy"] for row in rows])
 
     first = sample(0)

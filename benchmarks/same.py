@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,18 +41,21 @@ Columns = dict[str, tuple[str, Rows]]
 """What a file holds: the name of each column to its type and its rows, written out as Python
 writes them (so that equal text is an equal value, to the last bit of a float), or raw bits."""
 
-ASIDE = re.compile(r"(^|[./])time/|seconds(_mean|_max)?$|per_second$|peak_memory_mb$|^log\.\d+$")
+ASIDE = re.compile(
+    r"(^|[./])time/|seconds(_mean|_max)?$|per_second$|peak_memory_mb$|^log\.\d+$"
+    r"|^\d+\.(first|last|commit)$"
+)
 """Columns that no two runs have alike; that they are there is compared. (A step's log in
-curation.json is a digest of the times at which its files were written.)"""
+curation.json is a digest of the times at which its files were written; provenance.json says when
+the run was started, and by which commit.)"""
 
 _DURATION = re.compile(r"\b\d[\d.,]*(?= ?(ms|s|seconds|min|h|d|tokens/s)\b)")
-_BITS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_BITS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def read(path: Path, folder: Path) -> Columns:
     """The columns of a file, with ``folder`` taken out of its strings and times put aside."""
-    other = {"bytes": ("", memoryview(path.read_bytes()))}
-    columns = _READERS[path.suffix](path) if path.suffix in _READERS else other
+    columns = _READERS.get(path.suffix, _bytes)(path)
     here = str(folder.resolve())
     for name, (kind, rows) in columns.items():
         if ASIDE.search(name):
@@ -60,6 +63,10 @@ def read(path: Path, folder: Path) -> Columns:
         elif not isinstance(rows, memoryview):
             columns[name] = kind, [row.replace(here, "FOLDER") for row in rows]
     return columns
+
+
+def _bytes(path: Path) -> Columns:
+    return {"bytes": ("", memoryview(path.read_bytes()))}
 
 
 def _parquet(path: Path) -> Columns:
@@ -161,7 +168,7 @@ def _difference(one: tuple[str, Rows], other: tuple[str, Rows]) -> str:
         return f"{kind} | {kind_b}"
     if rows == rows_b:
         return ""
-    pairs = list(zip_longest(rows, rows_b))
+    pairs: list[tuple[Any, Any]] = list(zip_longest(rows, rows_b))
     differ = [number for number, (a, b) in enumerate(pairs) if a != b]
     a, b = ("none" if v is None else _shown(v, kind) for v in pairs[differ[0]])
     near = max(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 20, 0)
@@ -327,6 +334,7 @@ def look(exgrpo: Command, step: int) -> None:
     for path in [run / "metrics.jsonl", *run.glob("metrics/*/time-*.json")]:
         text = path.read_text(encoding="utf-8")
         path.write_text(re.sub(r'("time/\w+": )[\d.e-]+', r"\g<1>1.0", text), encoding="utf-8")
+    (run / "provenance.json").unlink(missing_ok=True)  # the report would say when, and which commit
     other = _sets("curate.choose=luck curate.bucket_weight=bucket")
     for command in (["status", "same"], ["show", "same"], ["diff", "same", *other]):
         exgrpo(*command, save=f"{command[0]}.txt")

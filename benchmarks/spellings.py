@@ -263,8 +263,8 @@ def wrong(gold: str, others: list[str], draw: random.Random) -> Iterator[Case]:
         yield "relations", f"> {x}"
     elif match := SCIENTIFIC.fullmatch(x):
         mantissa, power = match[1], int(match[2])
-        other = Fraction(mantissa) + Fraction(1, 10 ** len(mantissa.partition(".")[2]))
-        yield "precision", f"{float(other):g} \\times 10^{{{power}}}"
+        next_to = Fraction(mantissa) + Fraction(1, 10 ** len(mantissa.partition(".")[2]))
+        yield "precision", f"{float(next_to):g} \\times 10^{{{power}}}"
         yield "precision", f"{mantissa} \\times 10^{{{power - 1}}}"
         yield "precision", f"{mantissa} \\times 10^{{{power + 1}}}"
         yield "precision", f"-{mantissa} \\times 10^{{{power}}}"

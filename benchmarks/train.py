@@ -28,8 +28,6 @@ First, both compute the gradient of one update: the numbers say how far they are
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.metadata
 import json
 import os
@@ -37,11 +35,11 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SIDES = Path(__file__).with_name("train_sides.py")
 TRL, TRL_VENV = "trl==1.16.0", ROOT / "build/trl-venv"
 
 MODELS: dict[str, dict[str, int]] = {
@@ -64,7 +62,6 @@ MODELS: dict[str, dict[str, int]] = {
 }
 SAMPLES, LONGEST = 8, 512
 PROMPT, MEDIAN, SIGMA = (32, 128), 150, 0.8  # tokens; of the responses' log-normal lengths
-LEARNING_RATE = 1e-8  # nothing moves: every update sees the same model
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -110,295 +107,6 @@ def budget(groups: list[Any], rows: int) -> int:
 # --- a process each -------------------------------------------------------------------------------
 
 
-def make_model(config: dict[str, int], folder: Path) -> int:
-    """A random Qwen2 with a tokenizer that can decode its ids; its parameters."""
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(**config, max_position_embeddings=1024, tie_word_embeddings=True)
-    )
-    model.generation_config.eos_token_id = 1
-    model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(config["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w2")),
-        pad_token="w0",
-        eos_token="w1",
-        unk_token="w2",
-    )
-    tokenizer.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
-
-
-def write_tables(groups: list[Any], folder: Path) -> None:
-    """The groups as rollouts and verdicts."""
-    from exgrpo_cli import tables
-
-    rollouts, verdicts = [], []
-    for question, group in enumerate(groups):
-        rows = zip(group["responses"], group["rewards"], strict=True)
-        for sample, (response, reward) in enumerate(rows):
-            rollout_id = f"s00000/q{question:04d}/{sample:02d}"
-            zeros = [0.0] * len(response)
-            rollouts.append(
-                {
-                    "rollout_id": rollout_id, "step": 0, "problem_id": f"q{question:04d}",
-                    "sample": sample, "role": "fresh", "policy": "step-00000",
-                    "prompt_ids": group["prompt"], "token_ids": response, "text": "",
-                    "logprobs": zeros, "mean_entropy": 0.0, "entropy_source": "logprobs",
-                    "mean_logprob": 0.0, "tokens": len(response), "token_hash": "",
-                    "finish_reason": "stop", "seed": 0,
-                }
-            )  # fmt: skip
-            verdicts.append(
-                {
-                    "rollout_id": rollout_id, "reward": reward, "correct": reward > 0,
-                    "status": "ok", "verifier": "exact", "seconds": 0.0,
-                }
-            )  # fmt: skip
-    part = tables.part_name(0, 1)
-    tables.write_table("rollouts", tables.frame("rollouts", rollouts), folder / "rollouts" / part)
-    tables.write_table("verdicts", tables.frame("verdicts", verdicts), folder / "verdicts" / part)
-
-
-def settled_memory() -> int:
-    """Bytes resident now, after what was freed has been given back."""
-    import psutil
-
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)
-
-
-def clocks() -> tuple[float, float]:
-    """Seconds now: of the wall, and of this process on the processor."""
-    return time.perf_counter(), time.process_time()
-
-
-def peak_memory() -> int:
-    """The most that was ever resident, bytes."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def run_ours(job: dict[str, Any]) -> dict[str, Any]:
-    """The train stage on a job's groups; before it, its scores."""
-    import torch
-
-    torch.set_num_threads(job["threads"])
-    from safetensors.torch import load_file, save_file
-
-    from exgrpo_cli.recipe import parse_recipe
-    from exgrpo_cli.stages.score import score
-    from exgrpo_cli.stages.train import train
-    from exgrpo_cli.training import update
-
-    run_updates, spent = update.run_updates, [0.0, 0.0]
-
-    def timed(*arguments: Any, **options: Any) -> Any:
-        started = clocks()
-        found = run_updates(*arguments, **options)
-        spent[:] = [b - a for a, b in zip(started, clocks(), strict=True)]
-        return found
-
-    update.run_updates = timed
-
-    def step(groups: list[Any], model: str, questions: int, folder: Path) -> dict[str, Any]:
-        recipe = parse_recipe(
-            {
-                "model": {"path": model},
-                "rollout": {"samples": SAMPLES, "max_new_tokens": LONGEST},
-                "score": {"device": "cpu", "tokens_per_batch": job["budget"]},
-                "train": {
-                    "learning_rate": LEARNING_RATE,
-                    "minibatch_questions": questions,
-                    "tokens_per_microbatch": job["budget"],
-                    "gradient_checkpointing": job["checkpointing"],
-                    "device": "cpu",
-                },
-                "objective": {"entropy_bonus": 0.0, "clip": "on"},
-            },
-            "benchmark",
-        )
-        write_tables(groups, folder)
-        if job["scores"]:
-            score(
-                rollouts=folder / "rollouts",
-                out=folder / "scores",
-                policy=model,
-                policy_name="step-00000",
-                step=0,
-                recipe=recipe,
-            )
-        return train(
-            rollouts=folder / "rollouts",
-            verdicts=folder / "verdicts",
-            scores=folder / "scores" if job["scores"] else None,
-            curated=None,
-            policy=model,
-            trainer=None,
-            out_policy=folder / "policy",
-            out_trainer=folder / "trainer",
-            step=0,
-            recipe=recipe,
-            replay_started=False,
-        )
-
-    with tempfile.TemporaryDirectory() as name:
-        step(job["warm_up"], job["warm_up_model"], 1, Path(name) / "warm-up")
-        before = settled_memory()
-        metrics = step(job["groups"], job["model"], job["questions"], Path(name) / "step")
-        if job["gradient"]:
-            state = load_file(Path(name) / "step/trainer/optimizer.safetensors")
-            moments = {k.removesuffix("/exp_avg"): v for k, v in state.items() if "exp_avg" in k}
-            save_file({k: v for k, v in moments.items() if "/" not in k}, job["gradient"])
-    return {
-        "seconds": spent[0],
-        "cpu_seconds": spent[1],
-        "memory": metrics["train/peak_memory_mb"] * 2**20 - before,
-        "loss": metrics["train/loss"],
-        "norm": metrics["train/grad_norm"],
-    }
-
-
-def run_trl(job: dict[str, Any]) -> dict[str, Any]:
-    """GRPOTrainer on a job's groups."""
-    import torch
-
-    torch.set_num_threads(job["threads"])
-    from datasets import Dataset
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    class Timed(GRPOTrainer):
-        """Keeps the time of what surrounds generation, so that it can be left out."""
-
-        around = (0.0, 0.0)
-
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            started = clocks()
-            found = super()._generate_and_score_completions(inputs)
-            parts = zip(self.around, started, clocks(), strict=True)
-            self.around = tuple(sum_ + b - a for sum_, a, b in parts)
-            return found
-
-    class Clock(TrainerCallback):
-        begun: tuple[float, float] | None = None
-        ended = (0.0, 0.0)
-        peak = 0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun = self.begun or clocks()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ended = clocks()
-            self.peak = peak_memory()
-
-    def step(groups: list[Any], model: str, questions: int, folder: str) -> tuple[Any, Clock]:
-        taken: dict[str, int] = {}
-
-        def rollouts(prompts: list[str], _: Any) -> dict[str, Any]:
-            """The given responses, each question's in turn."""
-            ids, responses, rewards = [], [], []
-            for prompt in prompts:
-                group, sample = groups[int(prompt)], taken.get(prompt, 0)
-                taken[prompt] = sample + 1
-                ids.append(group["prompt"])
-                responses.append(group["responses"][sample])
-                rewards.append(group["rewards"][sample])
-            return {
-                "prompt_ids": ids,
-                "completion_ids": responses,
-                "logprobs": None,
-                "given": rewards,
-            }
-
-        def reward(given: list[float], **_: Any) -> list[float]:
-            return given
-
-        clock = Clock()
-        rows = min(job["rows"], SAMPLES)
-        trainer = Timed(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
-            reward_funcs=reward,
-            rollout_func=rollouts,
-            train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(groups))]}),
-            callbacks=[clock],
-            args=GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                learning_rate=LEARNING_RATE,
-                lr_scheduler_type="constant",
-                max_steps=len(groups) // questions,
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=questions * SAMPLES // rows,
-                num_generations=SAMPLES,
-                max_completion_length=LONGEST,
-                loss_type="dr_grpo",
-                beta=0.0,
-                scale_rewards="none",
-                shuffle_dataset=False,
-                gradient_checkpointing=job["checkpointing"],
-                save_strategy="no",
-                logging_steps=1,
-                report_to="none",
-                disable_tqdm=True,
-            ),
-        )
-        trainer.train()
-        return trainer, clock
-
-    with tempfile.TemporaryDirectory() as name:
-        step(job["warm_up"], job["warm_up_model"], 1, name)
-        before = settled_memory()
-        trainer, clock = step(job["groups"], job["model"], job["questions"], name)
-    if job["gradient"]:
-        names = {id(p): n for n, p in trainer.model.named_parameters()}
-        state = trainer.optimizer.state
-        save_file({names[id(p)]: s["exp_avg"] for p, s in state.items()}, job["gradient"])
-    parts = zip(clock.begun, clock.ended, trainer.around, strict=True)
-    seconds, cpu_seconds = (end - begun - around for begun, end, around in parts)
-    history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "memory": clock.peak - before,
-        "loss": sum(entry["loss"] for entry in history) / len(history),
-        "norm": sum(entry["grad_norm"] for entry in history) / len(history),
-    }
-
-
-def run_model(job: dict[str, Any]) -> dict[str, Any]:
-    return {"parameters": make_model(job["config"], Path(job["folder"]))}
-
-
-def run_compare(job: dict[str, Any]) -> dict[str, Any]:
-    """Two gradients: how far apart, in parts of the second one's norm."""
-    import torch
-    from safetensors.torch import load_file
-
-    ours, theirs = (load_file(name) for name in job["gradients"])
-    if ours.keys() != theirs.keys():
-        raise SystemExit(f"gradients of other weights: {ours.keys() ^ theirs.keys()}")
-    difference = sum(
-        float((ours[k].double() - v.double()).square().sum()) for k, v in theirs.items()
-    )
-    size = sum(float(torch.linalg.vector_norm(v.double())) ** 2 for v in theirs.values())
-    return {"difference": (difference / size) ** 0.5}
-
-
-CHILDREN = {"ours": run_ours, "trl": run_trl, "model": run_model, "compare": run_compare}
-
-
 def call(kind: str, job: dict[str, Any], python: str, threads: int, folder: Path) -> dict[str, Any]:
     """A child's result; what it prints goes nowhere unless it fails."""
     file, out = folder / "job.json", folder / "result.json"
@@ -411,7 +119,7 @@ def call(kind: str, job: dict[str, Any], python: str, threads: int, folder: Path
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [python, __file__, "--child", kind, str(file), str(out)],
+        [python, str(SIDES), kind, str(file), str(out)],
         env=environment,
         capture_output=True,
         text=True,
@@ -524,10 +232,6 @@ def compare(name: str, options: argparse.Namespace, trl: str | None, folder: Pat
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        kind, job, out = sys.argv[2:]
-        Path(out).write_text(json.dumps(CHILDREN[kind](json.loads(Path(job).read_text()))))
-        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -547,7 +251,7 @@ def main() -> None:
     if trl is None:
         print("TRL is not installed (python benchmarks/train.py --setup): exgrpo alone")
     load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    print(f"float32, CPU, {options.threads} threads, {load}; {TRL if trl else ''}")
+    print(f"float32, CPU, {options.threads} threads, {load}{f'; {TRL}' if trl else ''}")
     with tempfile.TemporaryDirectory() as name:
         for model in options.models:
             compare(model, options, trl, Path(name))

@@ -186,6 +186,7 @@ def main() -> None:
     from exgrpo_cli import tables
     from exgrpo_cli.recipe import parse_recipe
     from exgrpo_cli.stages import verify as stage
+    from exgrpo_cli.step import Step
     from exgrpo_cli.verifiers.sure import number
 
     def is_number(gold: str) -> bool:
@@ -221,10 +222,14 @@ def main() -> None:
             "problems", tables.frame("problems", problems), root / "problems.parquet"
         )
         recipe = parse_recipe({"verify": {"workers": options.workers}}, "benchmark")
-        began, used = time.perf_counter(), processor_seconds()
-        stage.verify(
-            root / "rollouts.parquet", root / "problems.parquet", root / "out.parquet", recipe
+        step = Step.of(
+            None,
+            rollouts=root / "rollouts.parquet",
+            problems=root / "problems.parquet",
+            verdicts=root / "out.parquet",
         )
+        began, used = time.perf_counter(), processor_seconds()
+        stage.verify(step, recipe)
         seconds, stage_used = time.perf_counter() - began, processor_seconds() - used
         verdicts = tables.read_table("verdicts", root / "out.parquet").to_dicts()
 

@@ -1,22 +1,23 @@
 # The experiments of docs/evidence.md: arms of a few settings, repeated over seeds. Two runs at a time,
 # a core each; a run that was stopped goes on, one that is done is not made again.
-#   make -f recipes/evidence.mk -j2 weak
-#   make -f recipes/evidence.mk -j2 demo SEEDS="1 2 3"
+#   make -f recipes/evidence.mk -j2 weak            (or demo, few, ablations, lm)
+#   make -f recipes/evidence.mk -j2 few SEEDS="1 2 3" ARMS_few="grpo groups"
 
-SEEDS ?= 1 2 3 4 5
+SEEDS ?= $(if $(filter lm,$(MAKECMDGOALS)),1,1 2 3 4 5)
 OUT ?= runs/evidence
 EXGRPO ?= .venv/bin/exgrpo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: weak demo
+.PHONY: weak demo few ablations lm
 .SECONDARY:
 
 # Whole groups again: the questions of the last steps come back with seven of their rollouts, successes
 # and failures, and one fresh one; the ratio is clipped as PPO clips it.
-GROUPS := --set curate.questions=24 --set curate.replay_ratio=0.75 --set curate.replayed=7 \
+WHOLE := --set curate.replay_ratio=0.75 --set curate.replayed=7 \
   --set curate.replay_samples=1 --set 'curate.store=k > 0 AND k < n' --set curate.bucket=0 \
   --set curate.choose=age --set 'curate.drop=age > 5' \
   --set 'curate.retire=fresh_k = fresh_n AND fresh_n >= 7' --set objective.shaping=clip
+GROUPS := --set curate.questions=24 $(WHOLE)
 
 grpo := --set curate.replay_ratio=0
 grpo-4 := $(grpo) --set curate.questions=4 --steps 120 --set evaluate.every=40
@@ -30,27 +31,57 @@ groups-successes := $(GROUPS) --set 'curate.store=correct AND k < n'
 groups-shaped := $(GROUPS) --set objective.shaping=ratio
 groups-any-age := $(GROUPS) --set curate.drop=false --set curate.choose=luck
 
+# The paper's choices, one at a time.
+random-question := --set curate.bucket=0
+random-choice := --set curate.choose=luck
+highest-entropy := --set curate.choose=-mean_entropy
+unshaped := --set objective.shaping=none
+uncorrected := --set objective.shaping=uncorrected
+delayed := --set curate.start_success=0.35
+never-retired := --set curate.retire=false
+quarter := --set curate.replay_ratio=0.25
+three-quarters := --set curate.replay_ratio=0.75
+
 ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-clip groups groups-successes groups-shaped groups-any-age
-ARMS_demo ?= grpo exgrpo groups
+ARMS_ablations ?= exgrpo random-question random-choice highest-entropy unshaped uncorrected delayed never-retired quarter three-quarters
+ARMS_demo ?= grpo exgrpo
+ARMS_few ?= grpo exgrpo groups
+ARMS_lm ?= grpo exgrpo groups
+
+# What the arms of an experiment have in common.
+recipe_weak := --recipe recipes/weak.toml
+recipe_ablations := $(recipe_weak)
+recipe_demo := --recipe recipes/demo.toml --set problems.limit=500 --set evaluate.every=16 --steps 32
+recipe_few := --recipe recipes/demo.toml --set problems.limit=64 --set curate.questions=8 --steps 60 \
+  --set train.learning_rate=2e-4 --set train.minibatch_questions=64 --set evaluate.every=20
+recipe_lm := --recipe recipes/demo-lm.toml
+
+needs_weak := build/weak-model build/weak
+needs_ablations := $(needs_weak)
+needs_demo := build/demo-model
+needs_few := build/demo-model
+needs_lm := build/smollm2 build/sums/heldout.parquet build/sums/longer.parquet
 
 # ARM-SEED
 seed = $(lastword $(subst -, ,$*))
 arm = $(patsubst %-$(seed),%,$*)
-run = $(EXGRPO) run $(@:.done=) --set seed=$(seed) $(1) $($(arm)) >$(@:.done=.log) 2>&1 \
-  || { tail -n 3 $(@:.done=.log) >&2; exit 1; }; touch $@
 
-weak: $(foreach seed,$(SEEDS),$(ARMS_weak:%=$(OUT)/weak/%-$(seed).done))
-	$(EXGRPO) compare $(OUT)/weak --baseline grpo --out $(OUT)/weak.html
+# An experiment: its comparison, and its runs.
+define experiment
+$(1): $(foreach seed,$(SEEDS),$(ARMS_$(1):%=$(OUT)/$(1)/%-$(seed).done))
+	$(EXGRPO) compare $(OUT)/$(1) --baseline $(or $(2),grpo) --out $(OUT)/$(1).html
 
-demo: $(foreach seed,$(SEEDS),$(ARMS_demo:%=$(OUT)/demo/%-$(seed).done))
-	$(EXGRPO) compare $(OUT)/demo --baseline grpo --out $(OUT)/demo.html
-
-$(OUT)/weak/%.done: | build/weak-model build/weak $(OUT)/weak
-	$(call run,--recipe recipes/weak.toml)
-
-$(OUT)/demo/%.done: | build/demo-model $(OUT)/demo
-	$(call run,--recipe recipes/demo.toml --set curate.questions=8 --set train.learning_rate=2e-4 \
-	  --set train.minibatch_questions=64 --set evaluate.every=20 --steps 60)
+$(OUT)/$(1)/%.done: | $(needs_$(1))
+	@mkdir -p $(OUT)/$(1)
+	$(EXGRPO) run $$(@:.done=) $(recipe_$(1)) --set seed=$$(seed) $$($$(arm)) >$$(@:.done=.log) 2>&1 \
+	  || { tail -n 3 $$(@:.done=.log) >&2; exit 1; }
+	@touch $$@
+endef
+$(eval $(call experiment,weak))
+$(eval $(call experiment,ablations,exgrpo))
+$(eval $(call experiment,demo))
+$(eval $(call experiment,few))
+$(eval $(call experiment,lm))
 
 build/weak-model:
 	$(EXGRPO) demo-model $@ --from weak
@@ -58,8 +89,5 @@ build/weak-model:
 build/weak:
 	$(EXGRPO) demo-problems $@ --weak
 
-build/demo-model:
-	$(EXGRPO) demo-model $@
-
-$(OUT)/weak $(OUT)/demo:
-	mkdir -p $@
+build/demo-model build/smollm2 build/sums/heldout.parquet build/sums/longer.parquet:
+	$(MAKE) --no-print-directory $@

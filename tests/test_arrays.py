@@ -30,7 +30,7 @@ def half(frame, file, **options):
     files.append(file)
     write(frame, file, **options)
     if len(files) == 2:
-        os.truncate(file, file.stat().st_size // 2)
+        os.truncate(file.name, os.stat(file.name).st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 pl.DataFrame.write_parquet = half

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from exgrpo_cli import tables
 from exgrpo_cli.cli.app import app
@@ -30,6 +32,16 @@ def test_commands_and_options_have_help(name: str) -> None:
     assert command.help
     for parameter in command.params:
         assert getattr(parameter, "help", None), f"{name}: {parameter.name} has no help"
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_fits_a_narrow_terminal(name: str) -> None:
+    page = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output
+    for parameter in COMMANDS[name].params:
+        assert all(name in page for name in parameter.opts if name.startswith("-"))
+    lines = [line.rstrip() for line in page[: page.index("╭")].splitlines()]
+    for line, following in pairwise(lines):  # none is broken where the next word has room
+        assert not (line and following) or len(line) + 1 + len(following.split()[0]) > 79
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -102,7 +102,7 @@ def test_make_does_only_what_is_missing(run: RunDir, make: Callable[..., list[st
     assert make(3) == []
 
 
-LAGGED = "[curate]\nquestions = 3\n\n[loop]\nsteps = 3\nlag = {}\n"
+LAGGED = "[curate]\nquestions = 3\n\n[evaluate]\nevery = 2\n\n[loop]\nsteps = 3\nlag = {}\n"
 
 
 def test_make_samples_ahead_by_the_recipes_lag(run: RunDir, make: Callable[..., list[str]]) -> None:
@@ -124,7 +124,7 @@ def test_submit_waits_for_what_each_job_reads(run: RunDir, tmp_path: Path) -> No
     """
     (tmp_path / "sbatch").write_text(script)
     (tmp_path / "sbatch").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVALUATE": "2"}
     for lag in range(3):
         run.recipe.write_text(LAGGED.format(lag))
         (tmp_path / "jobs").unlink(missing_ok=True)
@@ -138,6 +138,9 @@ def test_submit_waits_for_what_each_job_reads(run: RunDir, tmp_path: Path) -> No
             assert after[f"rollout-{step}"] == reads & after.keys()
             assert after[f"train-{step}"] == {f"curate-{step}", f"train-{step - 1}"} & after.keys()
             assert after[f"curate-{step}"] == {f"verify-{step}", f"score-{step}"}
+        assert after["evaluate-4"] == set()  # policy 4 is there
+        assert [after[f"evaluate-{step}"] for step in (6, 8)] == [{"train-5"}, {"train-7"}]
+        assert len(after) == 4 * 5 + 3
 
 
 def test_what_was_sent_ahead_ends_in_peace_once_every_question_is_retired(

@@ -70,6 +70,14 @@ def test_interval_holds_the_mean_and_depends_on_seed_and_values_alone(values, se
     assert bootstrap_interval(shuffled, 200, seed) == (low, high)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_interval_of_all_or_nothing_is_wilsons_and_holds_the_mean(share: float) -> None:
+    for problems in range(1, 300):
+        low, high = bootstrap_interval([share] * problems, 10, 0)
+        ends = (low, high) if share == 0 else (1 - high, 1 - low)
+        assert ends == (0.0, pytest.approx(1.96**2 / (problems + 1.96**2), rel=1e-4))
+
+
 def test_interval_width_is_that_of_the_standard_error() -> None:
     rng = np.random.default_rng(0)
     values = rng.integers(0, 5, size=400) / 4

@@ -142,12 +142,21 @@ PLACES = {
         con.create_function("f", lambda x: interrupt(), ["BIGINT"], "BIGINT")
         con.execute("SELECT f(range) FROM range(1)").fetchall()
     """,
-    "a long query": """
-        import duckdb, threading
+    "a long query, at which DuckDB sees no signal": """
+        import threading
+        from exgrpo_cli.tables.duck import open_database
         threading.Timer(0.2, interrupt).start()
-        duckdb.execute(
-            "SELECT count(*) FROM range(3000000) a, range(60000) b WHERE a.range % 7 = 5"
-        )
+        with open_database() as con:
+            con.execute("SELECT count(*) FROM range(100000000000) a, range(9) WHERE a.range = 5")
+    """,
+    "the only thread at a long query": """
+        import threading
+        from pathlib import Path
+        from exgrpo_cli.tables import duck
+        threading.Timer(0.2, interrupt).start()
+        duck._database().execute("SET threads = 1")
+        duck.query("SELECT count(*) FROM range(3000000) a, range(60000) b WHERE a.range % 7 = 5",
+                   {}, Path("a.parquet"))
     """,
     "torch's backward pass": """
         import torch
@@ -253,6 +262,45 @@ def test_a_second_sigterm_does_not_disturb_what_ends(harness: Harness) -> None:
     code, said, _ = harness(code=textwrap.dedent(code), number=signal.SIGTERM)
     assert_interrupted(code, said, signal.SIGTERM)
     assert "in order" in said
+
+
+POLARS = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from exgrpo_cli import interrupts
+
+interrupts.install()
+interrupts.begin()
+from exgrpo_cli import tables  # with polars, whose own handler comes first from here on
+
+frame = tables.frame("plan", [{"step": 0, "problem_id": "a", "role": "fresh", "samples": 1}])
+
+def interrupt(began, delay):
+    began.wait()
+    time.sleep(delay)
+    os.kill(os.getpid(), signal.SIGINT)
+
+kept = []
+for trial in range(int(sys.argv[2])):
+    interrupts._came, began = 0, threading.Event()
+    other = threading.Thread(target=interrupt, args=(began, trial % 20 / 1000))
+    other.start()
+    try:
+        began.set()
+        while True:
+            tables.write_table("plan", frame, Path(sys.argv[1]) / "plan.parquet")
+    except KeyboardInterrupt as error:
+        kept.append(error)  # with its frames, as until the end of a command
+    other.join()
+"""
+
+
+def test_polars_interrupted_while_it_writes_leaves_no_file(tmp_path: Path) -> None:
+    """It raises an interrupt of its own, before Python's handler has been called."""
+    command = [sys.executable, "-c", POLARS, str(tmp_path), str(MOMENTS * 4)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_what_fails_without_an_interrupt_says_why(harness: Harness) -> None:

@@ -21,7 +21,7 @@ from polars.testing import assert_frame_equal
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.interrupts import LINE
 from exgrpo_cli.recipe import load_recipe
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import REMOVED, RunDir, step_name
 from exgrpo_cli.runs import sides
 from making import parts, settings, small_run
 from test_iteration import assert_same_run
@@ -128,6 +128,28 @@ def test_what_lies_ahead(exgrpo: Exgrpo, ahead: RunDir) -> None:
     table.write_parquet(file)
     refused = exgrpo("score", ahead.root, "--step", 1, code=2).stderr
     assert "sampled by policy step-00001, and loop.lag = 1 means step-00000" in refused
+
+
+def test_a_lag_that_needs_a_removed_policy_is_refused_first(
+    exgrpo: Exgrpo, by_hand: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(by_hand.root, run.root)
+    for lag in (3, 1):  # all policies are there
+        exgrpo("init", run.root, "--set", f"loop.lag={lag}")
+    (run.policy(1) / REMOVED).write_text("removed to save disk")
+    recipe = run.recipe.read_text()
+    for lag, step in ((2, 3), (3, 4)):  # step 3 could be sampled by policy 0, with a lag of 3
+        words = ["--set", f"loop.lag={lag}"]
+        for command in (["init"], ["run", "--steps", 6]):
+            refused = exgrpo(command[0], run.root, *command[1:], *words, code=2).stderr
+            assert f"step {step} is to be sampled by policy 1, which was removed" in refused
+            assert "the largest lag that works now is 1;" in refused
+    assert run.recipe.read_text() == recipe
+    run.recipe.write_text(recipe.replace("lag = 1", "lag = 3").replace("steps = 3", "steps = 6"))
+    for only in ([], ["--only", "sample"]):
+        assert "the largest lag" in exgrpo("run", run.root, *only, code=2).stderr
+    assert run.steps("rollouts") == [0, 1, 2]
 
 
 def test_a_run_that_goes_on_from_another_begins_with_its_policy(

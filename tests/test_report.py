@@ -407,7 +407,23 @@ def test_a_moving_mean_does_not_bend_a_straight_line() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.25, "0.25"), (3.0, "3"), (0.30000000000000004, "0.3"), (1234, "1,234"), (2.5e6, "2.5M"),
-     (0.00025, "0.00025"), (-12.5, "-12.5"), (0, "0")],
+     (123456, "123k"), (999_900, "1M"), (1.5e9, "1.5B"), (0.00025, "0.00025"), (-12.5, "-12.5"),
+     (0, "0")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
     assert charts.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("last", "axis", "labels"),
+    [
+        (100_000, "tokens", ["0", "20k", "40k", "60k", "80k", "100k"]),
+        (1_000_000, "tokens", ["0", "0.2M", "0.4M", "0.6M", "0.8M", "1M"]),
+        (10_000, "tokens", ["0", "2,000", "4,000", "6,000", "8,000", "10,000"]),
+        (2_000, "step", ["0", "500", "1000", "1500", "2000"]),
+    ],
+)
+def test_the_numbers_of_an_axis_are_all_of_one_unit(
+    last: float, axis: str, labels: list[str]
+) -> None:
+    assert [label for _, label in charts.x_ticks(0.0, last, axis)] == labels

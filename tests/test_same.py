@@ -40,6 +40,8 @@ def fill(folder: Path, seconds: float) -> Path:
     state = {"notes": {"loss": 0.5, "train/seconds": seconds}, "base": f"{folder}/model"}
     (folder / "trainer.json").write_text(json.dumps(state))
     (folder / "curation.json").write_text(json.dumps({"log": {"0": f"{seconds:032}"}, "n": [1]}))
+    started = {"first": f"12:00:{seconds}", "last": f"13:00:{seconds}", "commit": f"{seconds}"}
+    (folder / "provenance.json").write_text(json.dumps([started | {"seed": 0}]))
     (folder / "recipe.toml").write_text('seed = 0\n[model]\npath = "m"\n')
     (folder / "status.txt").write_text(f"trained 3 steps\nthe last {seconds} s ago\n")
     (folder / "report.html").write_text("<p>ten  questions</p>")
@@ -136,6 +138,7 @@ def replace(name: str, old: str, new: str) -> Callable[[Path], None]:
             ["metrics.jsonl: time/train: only in", "metrics.jsonl: time/trained: only in"],
         ),
         (replace("curation.json", "[1]", "[1, 2]"), ["curation.json: n: row 0: [1] | [1, 2]"]),
+        (replace("provenance.json", '"seed": 0', '"seed": 1'), ["provenance.json: 0.seed: row 0"]),
         (replace("trainer.json", "0.5", "1"), ["trainer.json: notes.loss: row 0: 0.5 | 1"]),
         (replace("recipe.toml", '"m"', '"n"'), ["recipe.toml: model.path: row 0: 'm' | 'n'"]),
         (replace("status.txt", "3 steps", "4 steps"), ["status.txt: text: row 0: trained 3 steps"]),

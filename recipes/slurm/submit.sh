@@ -11,7 +11,7 @@
 # Options for sbatch (partition, account, time) come from the environment:
 #   GPU_OPTIONS="--partition=gpu --gres=gpu:1" CPU_OPTIONS="--partition=cpu"
 #   TRAIN_OPTIONS="--partition=gpu --nodes=2 --gres=gpu:8"     (default: GPU_OPTIONS)
-# EVALUATE=10 evaluates every tenth policy, and the last, beside the steps that follow; the run's
+# EVALUATE=10 evaluates every tenth policy, from the first, and the last, beside the steps; the run's
 # evaluate.every becomes that too, so that the policies stay until they are evaluated.
 # Logs lie in RUN/slurm.
 set -euo pipefail
@@ -41,6 +41,12 @@ submit() { # STAGE STEP TASKS DEPENDENCIES OPTIONS... -> job id
     ${count:+--array=0-$((count - 1))} "$@" "$script" "$stage" "$run" "$step" $count | cut -d';' -f1
 }
 
+evaluate() { # POLICY DEPENDENCIES, where it is due
+  ((every > 0 && ($1 % every == 0 || $1 == first + steps))) || return 0
+  echo "step $1: evaluate $(submit evaluate "$1" "" "$2" "${gpu[@]}")"
+}
+
+evaluate "$first" "" # skipped where it is there
 curate="" train=([first]="") # job ids: curate of the step before, train by the policy it makes
 for ((step = first; step < first + steps; step++)); do
   policy=$((step - ${lag:-0}))
@@ -52,7 +58,5 @@ for ((step = first; step < first + steps; step++)); do
   next=$((step + 1))
   train[next]=$(submit train "$step" "" "$curate:${train[step]}" "${trainer[@]}")
   echo "step $step: rollout $rollout, verify $verify, score $score, curate $curate, train ${train[next]}"
-  if ((every > 0 && (next % every == 0 || next == first + steps))); then
-    echo "step $next: evaluate $(submit evaluate "$next" "" "${train[next]}" "${gpu[@]}")"
-  fi
+  evaluate "$next" "${train[next]}"
 done

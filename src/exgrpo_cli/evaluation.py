@@ -73,7 +73,7 @@ def bootstrap_interval(
     if data.size == 0 or not np.all(np.isfinite(data)):
         raise ValueError("a bootstrap interval needs at least one value, all finite")
     if _at_an_end(data):
-        return _wilson(int(data.sum()), data.size, level)
+        return _wilson(data[0], data.size, level)
     means = _resampled_means(data, resamples, np.random.default_rng(seed))
     tail = (1.0 - level) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail])
@@ -86,14 +86,11 @@ def _at_an_end(data: Floats) -> bool:
     return bool(data.min() == data.max() and data[0] in (0.0, 1.0))
 
 
-def _wilson(successes: int, trials: int, level: float) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (Wilson 1927, equation 4)."""
-    z = NormalDist().inv_cdf((1.0 + level) / 2.0)
-    share = successes / trials
-    middle = share + z * z / (2 * trials)
-    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
-    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+def _wilson(share: float, trials: int, level: float) -> tuple[float, float]:
+    """Wilson's score interval (1927, equation 4) of a proportion that was 0 or 1."""
+    square = NormalDist().inv_cdf((1.0 + level) / 2.0) ** 2
+    reach = square / (trials + square)
+    return (0.0, reach) if share == 0 else (1.0 - reach, 1.0)
 
 
 def _resampled_means(data: Floats, resamples: int, rng: np.random.Generator) -> Floats:
@@ -224,7 +221,7 @@ def average_of_sources(frame: pl.DataFrame, bootstrap: int, seed: int) -> dict[s
     rng = np.random.default_rng(seed)
     average = float(np.mean([values.mean() for values in sources]))
     # A source at 0 or 1 has no width when it is resampled: it adds its whole Wilson interval.
-    ends = [_wilson(int(v.sum()), v.size, 0.95) for v in sources if _at_an_end(v)]
+    ends = [_wilson(v[0], v.size, 0.95) for v in sources if _at_an_end(v)]
     inner = [_resampled_means(v, bootstrap, rng) for v in sources if not _at_an_end(v)]
     sums = np.sum(inner, axis=0) if inner else np.zeros(1)
     quantiles = np.quantile(sums, [0.025, 0.975])

@@ -15,11 +15,11 @@ import io
 import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 TYPE_CHECKING = False  # typing itself takes longer to import than all of this
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
 LINE = "exgrpo: {}; what was finished is kept, the same command goes on"
@@ -29,6 +29,7 @@ _GRACE = 20.0
 
 _process = 0  # that installed the handlers; those forked from it behave as Python does
 _taken: list[int] = []  # signals
+_stops: list[Callable[[], object]] = []
 _came = 0
 _swallowed_one = False
 _said = False
@@ -67,8 +68,7 @@ def begin() -> None:
     """From here on the signals are a KeyboardInterrupt, so that work ends in its ``finally``."""
     if _process == os.getpid():
         _handle(_raise)
-        if signal.SIGTERM in _taken:
-            _watch()
+        _watch()
 
 
 def end() -> None:
@@ -100,6 +100,17 @@ def insisting() -> Iterator[None]:
         yield
     finally:
         ended.set()
+
+
+@contextmanager
+def ended_by(stop: Callable[[], object]) -> Iterator[None]:
+    """Around C code that waits without looking for signals: when one comes, another thread calls
+    ``stop``, again and again until a handler of Python's has been called."""
+    _stops.append(stop)
+    try:
+        yield
+    finally:
+        _stops.remove(stop)
 
 
 def say() -> None:
@@ -147,17 +158,28 @@ def _raise(number: int, *_: object) -> None:
             sys.unraisablehook = _swallowed
             if os.environ.get("EXGRPO_DEBUG") != "1":
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            # polars or DuckDB has met the signal first, and what its error ends is not disturbed.
+            # DuckDB's may be taken for that of a damaged file.
+            met = type(sys.exception()).__name__
+            if met == "InterruptException":
+                _come_again()
+            if met in ("KeyboardInterrupt", "InterruptException"):
+                return
     raise KeyboardInterrupt
 
 
 def _swallowed(unraisable: Any) -> None:
     """A finalizer or a callback cannot raise: the signal comes again, once it is over."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        import threading
+        _come_again()
 
-        again = threading.Timer(0.05, _again)
-        again.daemon = True
-        again.start()
+
+def _come_again() -> None:
+    import threading
+
+    again = threading.Timer(0.05, _again)
+    again.daemon = True
+    again.start()
 
 
 def _again() -> None:
@@ -171,8 +193,8 @@ def _again() -> None:
 
 
 def _watch() -> None:
-    """Have SIGTERM end this process in time, also where no handler of Python's gets to run because
-    C code does not return: a library's wait, a slow disk."""
+    """Have a thread that hears of signals at once, also where no handler of Python's gets to run
+    because C code does not return: a library's wait, a slow disk."""
     global _watched
     if _watched:
         return
@@ -183,16 +205,28 @@ def _watch() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    threading.Thread(target=_end_in_time, args=(reader,), daemon=True).start()
+    threading.Thread(target=_hear, args=(reader,), daemon=True).start()
 
 
-def _end_in_time(signals: int) -> None:
+def _hear(signals: int) -> None:
+    """End what C code waits for (:func:`ended_by`), and from SIGTERM on this process in time."""
+    import select
     import time
 
     from exgrpo_cli.machine import end_descendants
 
-    while signal.SIGTERM not in os.read(signals, 64):
-        pass
-    time.sleep(_GRACE)
+    number, never = 0, float("inf")
+    ends = never
+    while time.monotonic() < ends:
+        waits = None if not number and ends == never else 0.1
+        if select.select([signals], [], [], waits)[0]:
+            *_, number = heard = os.read(signals, 64)
+            if signal.SIGTERM in heard:
+                ends = min(ends, time.monotonic() + _GRACE)
+        if number and (_came or signal.getsignal(number) is not _raise):
+            number = 0
+        for stop in [*_stops] if number else []:
+            with suppress(Exception):  # it may just have been closed
+                stop()
     end_descendants()
     _leave(signal.SIGTERM)

@@ -26,7 +26,10 @@ from making import (
     prepare_choice,
     questions,
     sample_by_plan,
+    settings,
+    small_run,
     start_replay,
+    write_problems,
     write_scores,
     write_step,
     write_verdicts,
@@ -77,6 +80,35 @@ def test_other_settings_or_another_log_derive_anew(run: RunDir) -> None:
     write_step(run, 6, group(6, "b", "0000"))
     assert curate(run, 6, make_recipe(lower=1))["rebuilt"] is True
     assert len(pool(run)["a"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "changed", "before", "after"),
+    [
+        ("store=correct AND k < samples / 2", "rollout.samples=8", "b", "abc"),
+        ("retire=fresh_k >= samples / 2", "rollout.samples=8", "b", "abc"),
+        ("drop=k > 2", "rollout.samples=8", "ab", "b"),
+        ("store=correct AND k < batch / 4", "curate.questions=16", "b", "abc"),
+        ("store=correct AND k < n", "rollout.samples=8", "ab", "abc"),
+    ],
+)
+def test_a_setting_that_a_rule_names_counts_for_the_whole_log(
+    exgrpo: Any, guesser: Path, tmp_path: Path, rule: str, changed: str, before: str, after: str
+) -> None:
+    run = RunDir(tmp_path / "run")
+    write_problems(run, ["a", "b", "c"])
+    exgrpo("init", run.root, *small_run(guesser), *settings(f"curate.{rule}"))
+    write_step(run, 0, group(0, "a", "1100") + group(0, "b", "1000"))
+    exgrpo("curate", run.root, "--step", 0)
+    assert set(pool(run)) == set(before)
+    exgrpo("init", run.root, *settings(changed))
+    write_step(run, 1, group(1, "c", "11100000"))
+    said = exgrpo("curate", run.root, "--step", 1).stderr
+    assert set(pool(run)) == set(after)
+    assert ("deriving the experience anew" in said) == ("k < n" not in rule)
+    tables_before = table_bytes(run)
+    exgrpo("curate", run.root, "--step", 1, "--rebuild", "--force")
+    assert table_bytes(run) == tables_before
 
 
 def test_scores_of_candidates_that_come_late_change_the_choice(run: RunDir) -> None:

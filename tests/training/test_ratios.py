@@ -77,3 +77,18 @@ def test_a_replayed_failure_pushes_no_harder_than_its_advantage() -> None:
     losses.sum().backward()
     assert new.grad.min() >= 0
     assert new.grad.max() <= 0.25
+
+
+def test_an_uncorrected_token_counts_as_if_sampled_now() -> None:
+    """The gradient is the advantage's, however far the policy has moved since."""
+    new = torch.tensor([-30.0, -1.0, 0.0], requires_grad=True)
+    old = torch.tensor([-1.0, -1.0, -9.0])
+    advantages = torch.tensor([0.5, -0.25, 1.0])
+    losses, sums = policy_loss(
+        new, old, advantages, torch.ones(3, dtype=torch.bool),
+        **(OPTIONS | {"shaping": "uncorrected"}),
+    )  # fmt: skip
+    assert torch.equal(losses, -advantages)
+    assert sums["shaped"] == 3
+    losses.sum().backward()
+    assert torch.equal(new.grad, -advantages)

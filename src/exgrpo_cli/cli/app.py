@@ -20,6 +20,11 @@ from exgrpo_cli.progress import to_stderr
 
 app = typer.Typer(
     name="exgrpo",
+    help="Train a reasoning model from its own experience (ExGRPO), in stages that speak through"
+    " files.\n\n"
+    "One iteration is [bold]rollout[/], [bold]verify[/], [bold]score[/], [bold]curate[/],"
+    " [bold]train[/], each on a run directory; [bold]run[/] calls them in turn. Every stage goes"
+    " on where it stopped, and skips what is already there.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -83,10 +88,15 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def command(panel: str, name: str | None = None) -> Callable[[Callable[..., None]], None]:
-    """Add a function to the commands; a parameter ``shared`` stands for the shared options."""
+    """Add a function to the commands; a parameter ``shared`` stands for the shared options.
+
+    Its docstring is the help, without the source's line breaks: Typer would keep them.
+    """
 
     def add(function: Callable[..., None]) -> None:
-        app.command(name, rich_help_panel=panel)(guarded(with_shared(function)))
+        paragraphs = (function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        app.command(name, help=text, rich_help_panel=panel)(guarded(with_shared(function)))
 
     return add
 
@@ -124,9 +134,4 @@ def _main(
         bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")
     ] = False,
 ) -> None:
-    """Train a reasoning model from its own experience (ExGRPO), in stages that speak through files.
-
-    One iteration is [bold]rollout[/], [bold]verify[/], [bold]score[/], [bold]curate[/],
-    [bold]train[/], each on a run directory; [bold]run[/] calls them in turn. Every stage goes on
-    where it stopped, and skips what is already there.
-    """
+    """The options that stand before a command."""

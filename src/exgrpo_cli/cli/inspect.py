@@ -74,7 +74,8 @@ def problems(
         str | None, typer.Option("--source", help="Name of the set, where rows have none.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Only the first so many problems.")
+        int | None,
+        typer.Option("--limit", min=1, metavar="N", help="Only the first so many problems."),
     ] = None,
     policy: Annotated[
         str | None,
@@ -89,10 +90,11 @@ def problems(
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option("--count", min=1, help="Problems of each KIND; default 1000."),
+        typer.Option("--count", min=1, metavar="N", help="Problems of each KIND; default 1000."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Seed of the problems of KIND; default 0.")
+        int | None,
+        typer.Option("--seed", min=0, metavar="N", help="Seed of the problems of KIND; default 0."),
     ] = None,
 ) -> None:
     """Bring your own problems into the problems table, and check them.
@@ -212,11 +214,14 @@ def show(
 def status(
     run: OwnRun,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="This step; default the one at work.")
+        int | None,
+        typer.Option("--step", min=0, metavar="N", help="This step; default the one at work."),
     ] = None,
     tasks: Annotated[
         int | None,
-        typer.Option("--tasks", min=1, help="Tasks of your arrays; default one a part."),
+        typer.Option(
+            "--tasks", min=1, metavar="N", help="Tasks of your arrays; default one a part."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -311,7 +316,7 @@ def compare(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="[NAME=]RUN…",
+            metavar="[NAME=]RUN",
             help="Run directories, or folders of them; NAME= makes those an arm of this name.",
             autocompletion=complete_run,
         ),
@@ -378,9 +383,12 @@ def demo_model(
         ),
     ] = "scratch",
     lessons: Annotated[
-        int, typer.Option("--lessons", min=0, help="Worked sums that smollm2 is taught.")
+        int,
+        typer.Option("--lessons", min=0, metavar="N", help="Worked sums that smollm2 is taught."),
     ] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of weights and data.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, metavar="N", help="Seed of weights and data.")
+    ] = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -406,7 +414,8 @@ def demo_model(
 def demo_problems(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the three JSONL files.")],
     weak: Annotated[
-        bool, typer.Option("--weak", help="For --from weak: answers not right by chance.")
+        bool,
+        typer.Option("--weak", help="For demo-model --from weak: answers not right by chance."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

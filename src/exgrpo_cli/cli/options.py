@@ -40,7 +40,8 @@ OwnRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_run)
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", min=0, help="The step; default the latest that is due.")
+    int | None,
+    typer.Option("--step", min=0, metavar="N", help="The step; default the latest that is due."),
 ]
 ShardOption = Annotated[
     str | None,
@@ -88,18 +89,23 @@ FromOption = Annotated[
     ),
 ]
 FromStepOption = Annotated[
-    int | None, typer.Option("--step", min=0, help="Which step of --from OTHER.")
+    int | None, typer.Option("--step", min=0, metavar="N", help="Which step of --from OTHER.")
 ]
 FreshOptimizerOption = Annotated[
     bool, typer.Option("--fresh-optimizer", help="Leave OTHER's optimizer state behind.")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of all sampling.")]
-SamplesOption = Annotated[int | None, typer.Option("--samples", "-k", min=1, help="K a question.")]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", min=0, metavar="N", help="Seed of all sampling.")
+]
+SamplesOption = Annotated[
+    int | None, typer.Option("--samples", "-k", min=1, metavar="N", help="K a question.")
+]
 TemperatureOption = Annotated[
-    float | None, typer.Option("--temperature", min=0.0, help="Sampling temperature.")
+    float | None, typer.Option("--temperature", min=0, metavar="X", help="Sampling temperature.")
 ]
 MaxNewTokensOption = Annotated[
-    int | None, typer.Option("--max-new-tokens", min=1, help="Maximum response length.")
+    int | None,
+    typer.Option("--max-new-tokens", min=1, metavar="N", help="Maximum response length."),
 ]
 RecipeOption = Annotated[
     Path | None,
@@ -211,7 +217,7 @@ def with_shared(function: Callable[..., None]) -> Callable[..., None]:
         shared = Shared(**{name: values.pop(name) for name in _SHARED})
         function(**values, shared=shared)
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__name__ = function.__name__
     command.__annotations__ = {one.name: one.annotation for one in (*own, *common)}
     described: Any = command
     described.__signature__ = signature.replace(parameters=[*own, *common])

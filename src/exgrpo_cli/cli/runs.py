@@ -80,7 +80,8 @@ def run(
     shared: Shared,
     run: NewRun,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Iterations, counted from the start.")
+        int | None,
+        typer.Option("--steps", min=1, metavar="N", help="Iterations, counted from the start."),
     ] = None,
     engine: EngineOption = None,
     url: UrlOption = None,
@@ -144,7 +145,8 @@ def evaluate(
     shared: Shared,
     run: RunArgument = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="RUN's policy of this step; default last.")
+        int | None,
+        typer.Option("--step", min=0, metavar="N", help="RUN's policy of this step; default last."),
     ] = None,
     policy: PolicyOption = None,
     problems: Annotated[
@@ -217,14 +219,19 @@ def merge(
         typer.Argument(metavar="OUT", help="The model's folder; for a run RUN/merged/step-…."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="RUN's policy of this step; default last.")
+        int | None,
+        typer.Option("--step", min=0, metavar="N", help="RUN's policy of this step; default last."),
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="Base model, where it lies elsewhere by now.")
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option("--dtype", help="Saved weights; auto: as the base model's."),
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="Saved weights: float32, bfloat16, float16, or auto, as the base model's.",
+        ),
     ] = "auto",
     force: ForceOption = False,
 ) -> None:

@@ -144,7 +144,8 @@ def verify(
         float | None, typer.Option("--timeout", help="Hard limit for one answer, seconds.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Worker processes; default the cores.")
+        int | None,
+        typer.Option("--workers", min=1, metavar="N", help="Worker processes; default the cores."),
     ] = None,
     verifier: Annotated[
         str | None,
@@ -159,7 +160,7 @@ def verify(
 ) -> None:
     """Judge each rollout's final answer against the gold answer.
 
-    Worker processes with a hard time limit an answer; math by math-verify.
+    Worker processes judge, each answer within a hard time limit; math by math-verify.
     """
     settings = shared.settings(run, verify__timeout=timeout, verify__workers=workers, stage=True)
     from exgrpo_cli.runs.times import timed

@@ -13,7 +13,7 @@ from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.history import StepFiles
 from exgrpo_cli.progress import Log, quiet
-from exgrpo_cli.recipe import Recipe
+from exgrpo_cli.recipe import CurateSettings, Recipe
 from exgrpo_cli.recipe.rules import mentions
 from exgrpo_cli.rundir import RunDir, step_name
 
@@ -35,23 +35,34 @@ def table_settings(recipe: Recipe) -> dict[str, Any]:
     curate = recipe.curate
     chosen = curate.model_dump(mode="json", include=names)
     several = curate.replayed if curate.replayed > 1 else None
-    chosen |= {"on_policy": True if on_policy(recipe) else None, "replayed": several}
-    asked = f"{curate.store} {curate.retire} {curate.drop}"
-    return chosen | {
-        key: value
-        for key, value, columns in (
-            ("samples", recipe.rollout.samples, ("samples", "k", "n")),
-            ("questions", curate.questions, ("batch",)),
-            ("seed", recipe.seed, ("luck",)),
-        )
-        if mentions(asked, *columns)
-    }
+    found = chosen | {"on_policy": True if on_policy(recipe) else None, "replayed": several}
+    return found | {key: _named(recipe)[key] for key in _seen_by_rules(curate)}
+
+
+def _named(recipe: Recipe) -> dict[str, int]:
+    """Settings that rules see as columns."""
+    curate = recipe.curate
+    return {"samples": recipe.rollout.samples, "questions": curate.questions, "seed": recipe.seed}
+
+
+def _seen_by_rules(curate: CurateSettings) -> set[str]:
+    """Those of :func:`_named` that the tables depend on: by the rules that a step is taken in by.
+
+    Beside ``samples`` itself, drop sees ``k`` on the scale of K, and store imports of questions
+    without a success as 0 of K (of which the default makes nothing).
+    """
+    rules = (curate.store, curate.retire, curate.drop)
+    by_column = {"samples": "samples", "questions": "batch", "seed": "luck"}
+    found = {key for key, column in by_column.items() if any(mentions(r, column) for r in rules)}
+    of_imports = curate.store != type(curate).model_fields["store"].default
+    if mentions(curate.drop, "k") or (of_imports and mentions(curate.store, "n", "fresh_n")):
+        found.add("samples")
+    return found
 
 
 def all_settings(recipe: Recipe) -> dict[str, Any]:
     """All settings that a step's curation depends on."""
-    chosen = recipe.curate.model_dump(mode="json") | table_settings(recipe)
-    return chosen | {"samples": recipe.rollout.samples, "seed": recipe.seed}
+    return recipe.curate.model_dump(mode="json") | table_settings(recipe) | _named(recipe)
 
 
 @dataclass(frozen=True)

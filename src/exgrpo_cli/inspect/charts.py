@@ -28,6 +28,9 @@ Band = list[tuple[float, float, float]]
 _WIDTH, _HEIGHT = 1000.0, 400.0
 
 
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
 _DOTS = 40
 """More points than these are smoothed."""
 
@@ -48,12 +51,30 @@ def number(value: float) -> str:
     """A short number for labels: 0.25, 3, 1,200, 250k, 3e-07."""
     size = abs(value)
     if size >= 100_000:
-        return f"{value / 1e6:.3g}M" if size >= 1_000_000 else f"{value / 1e3:.0f}k"
+        return _in_unit(value, *_unit(float(f"{size:.3g}")), digits=3)
     if size >= 1_000:
         return f"{value:,.0f}"
     if value == round(value):
         return f"{value:.0f}"
     return f"{value:.2g}" if size < 0.001 else f"{value:.3g}"
+
+
+def _unit(size: float) -> tuple[float, str]:
+    """The unit of numbers so large."""
+    return next(((unit, name) for unit, name in _UNITS if size >= unit), (1.0, ""))
+
+
+def _in_unit(value: float, unit: float, name: str, digits: int = 6) -> str:
+    return f"{value / unit:.{digits}g}{name}" if value else "0"
+
+
+def _labelled(ticks: Sequence[float], text: Callable[[float], str]) -> list[tuple[float, str]]:
+    """The ticks of an axis, large numbers all in the unit of the largest: 0, 50k, 100k."""
+    size = max(map(abs, ticks), default=0.0)
+    if text is number and size >= 100_000:
+        unit, name = _unit(size)
+        return [(t, _in_unit(t, unit, name)) for t in ticks]
+    return [(t, text(t)) for t in ticks]
 
 
 def percent(value: float) -> str:
@@ -73,11 +94,12 @@ def _x_scale(steps: Sequence[float]) -> Callable[[float], float]:
     return lambda step: (step - first) / (last - first) * _WIDTH
 
 
-def _x_ticks(first: float, last: float) -> list[float]:
-    """Whole steps within first..last."""
-    if first == last:
-        return [first]
-    return [t for t in _ticks(first, last, 5) if first <= t <= last and t == round(t)]
+def x_ticks(first: float, last: float, axis: str = "step") -> list[tuple[float, str]]:
+    """Whole steps within first..last, or what stands in their place, with their labels."""
+    ticks = [first]
+    if first != last:
+        ticks = [t for t in _ticks(first, last, 5) if first <= t <= last and t == round(t)]
+    return _labelled(ticks, "{:.0f}".format if axis == "step" else number)
 
 
 def _frame(
@@ -204,11 +226,8 @@ def line_chart(
         f"{title}. " + "; ".join(label_parts),
         "".join(body),
         [(_colour(i), label) for i, label, _ in shown] if len(lines) > 1 else [],
-        [
-            (x(t), f"{t:.0f}" if axis == "step" else number(t))
-            for t in _x_ticks(min(steps), max(steps))
-        ],
-        [(y(t), text(t)) for t in ticks],
+        [(x(t), label) for t, label in x_ticks(min(steps), max(steps), axis)],
+        [(y(t), label) for t, label in _labelled(ticks, text)],
         wide,
         axis,
     )
@@ -276,8 +295,8 @@ def stack_chart(
         f"{title}. {words}",
         "".join(body),
         [(css, label) for css, label, _ in reversed(shown)],
-        [(x(t), f"{t:.0f}") for t in _x_ticks(steps[0], steps[-1])],
-        [(y(t), text(t)) for t in ticks],
+        [(x(t), label) for t, label in x_ticks(steps[0], steps[-1])],
+        [(y(t), label) for t, label in _labelled(ticks, text)],
         wide,
     )
 

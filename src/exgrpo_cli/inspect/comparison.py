@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.inspect import curves
 from exgrpo_cli.inspect.arms import Arm, Member
-from exgrpo_cli.inspect.charts import Point, line_chart, number, percent, seconds
+from exgrpo_cli.inspect.charts import Point, line_chart, number, percent, seconds, x_ticks
 from exgrpo_cli.inspect.compare import COSTS, PLACES, accuracy, evaluated_sets, mean_curve
 from exgrpo_cli.inspect.page import Table, duration, plain, render
 from exgrpo_cli.metrics import STAGES, series
@@ -262,7 +262,10 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
                         *zip(*band, strict=True), color=drawn.get_color(), alpha=0.15, linewidth=0
                     )
             panel.set_xlabel(_AXES[axis])
-            panel.xaxis.set_major_formatter(lambda x, _: number(x))
+            first, last = panel.get_xlim()
+            ticks = x_ticks(first, last, axis)
+            panel.set_xticks([at for at, _ in ticks], [label for _, label in ticks])
+            panel.locator_params(axis="y", steps=[1, 2, 5, 10])
             panel.yaxis.set_major_formatter(lambda y, _: percent(y))
             panel.grid(alpha=0.3)
         row[0].set_ylabel(f"{name} pass@1")
@@ -290,7 +293,7 @@ def write_numbers(path: Path, arms: Sequence[Arm]) -> None:
                 rows.append({**own, "step": step, **costs, **line})
     frame = pl.DataFrame(rows, infer_schema_length=None)
     if path.suffix == ".parquet":
-        with atomic_path(path) as temporary:
-            frame.write_parquet(temporary)
+        with atomic_path(path) as temporary, temporary.open("wb") as out:
+            frame.write_parquet(out)
     else:
         write_text(path, frame.write_csv())

@@ -66,8 +66,11 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     if not any(next(run.glob(pattern), None) for pattern in ("*.parquet", "*/step-*")):
         raise InputError(f"{run}: holds no table of a run")
     views = files("exgrpo_cli.experience").joinpath("sql", "views.sql").read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory(prefix="exgrpo-") as spill, contextlib.chdir(run):
-        con = open_database(Path(spill), **_ALONE)
+    with (
+        tempfile.TemporaryDirectory(prefix="exgrpo-") as spill,
+        contextlib.chdir(run),
+        open_database(Path(spill), **_ALONE) as con,
+    ):
         try:
             con.execute(views).fetchall()
             con.execute(f"SET allowed_directories = [{', '.join(map(_quoted, _roots()))}]")
@@ -76,8 +79,6 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
             yield con
         except duckdb.Error as error:
             raise InputError(f"{run}: {_one_line(error)}") from error
-        finally:
-            con.close()
 
 
 _ALONE: dict[str, str | bool | int] = {

@@ -250,10 +250,10 @@ class CurateSettings(Section):
 class ObjectiveSettings(Section):
     """The mixed-policy objective."""
 
-    shaping: Literal["ratio", "none", "power", "sqrt", "clip"] = Field(
+    shaping: Literal["ratio", "none", "power", "sqrt", "clip", "uncorrected"] = Field(
         "ratio",
         description="policy shaping f of the replay ratio; ratio: x / (x + beta); clip: PPO's"
-        " clipped ratio instead",
+        " clipped ratio instead; uncorrected: no ratio, as if sampled now",
     )
     beta: float = Field(0.1, gt=0, description="beta of the shaping")
     power: float = Field(0.5, gt=0, description="exponent of shaping = power")

@@ -46,6 +46,7 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
     if not recipe.model.path:
         raise InputError("no model given: set model.path in the recipe, or give --model")
     check_policy(recipe.model.path)
+    _check_lag(run, recipe)
     recipe = with_absolute_paths(recipe)
     for name, source in recipe.evaluate.problems.items():
         if recipe.evaluate.every and not Path(source).exists():
@@ -102,13 +103,14 @@ def prepare(run: RunDir, recipe: Recipe, log: Log = quiet) -> Recipe:
 
 
 def check_engines(run: RunDir, recipe: Recipe) -> None:
-    """Refuse what cannot sample before the recipe says so: a server that is not there or serves
-    another policy, more processes than there are GPUs."""
+    """Refuse what cannot sample before the recipe says so: a policy that is gone, a server that is
+    not there or serves another policy, more processes than there are GPUs."""
     from exgrpo_cli.engines import open_engine
     from exgrpo_cli.engines.parallel import engine_environments
     from exgrpo_cli.machine import process_environments
     from exgrpo_cli.models import check_policy
 
+    _check_lag(run, recipe)
     if recipe.rollout.engine == "server":
         check_policy(recipe.model.path)
         latest = max(run.steps("policy"), default=0)
@@ -119,6 +121,21 @@ def check_engines(run: RunDir, recipe: Recipe) -> None:
         engine_environments(recipe)
     if recipe.score.enabled and recipe.score.processes > 1:
         process_environments(recipe.score.processes)
+
+
+def _check_lag(run: RunDir, recipe: Recipe) -> None:
+    """Refuse a lag by which steps that are still to be curated need policies that are gone: those
+    of a smaller lag, the last ones, are kept."""
+    latest, lag = max(run.steps("policy"), default=0), recipe.loop.lag
+    for number in reversed(range(latest, latest + lag)):
+        policy = number - Step.of(run, number).lagged(lag).lag
+        there = policy == 0 or (run.policy(policy).is_dir() and not run.is_removed(policy))
+        if not there and not run.plan(number + 1).exists():
+            raise InputError(
+                f"{run.root}: loop.lag = {lag}: step {number} is to be sampled by policy {policy},"
+                f" which was removed; the largest lag that works now is {latest - 1 - policy}; for"
+                f" a larger one, set train.keep_policies = {lag + 1} and train on first"
+            )
 
 
 def import_into(

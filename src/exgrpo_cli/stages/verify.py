@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import glob
-import itertools
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -106,7 +102,8 @@ def verify(
         judges.forget_timeouts()
         for file, target in todo:
             part = _Counts()
-            _write(_judge_part(con, file, golds, step.problems, recipe, judges, part), target)
+            judged = _judge_part(con, file, golds, step.problems, recipe, judges, part)
+            tables.write_frames("verdicts", judged, target)
             total.add(part)
             others = [f"{n} {s}" for s, n in part.by_status.items() if n and s != "ok"]
             words = f" ({', '.join(others)})" if others else ""
@@ -250,7 +247,7 @@ def _columns(recipe: Recipe) -> list[str]:
     return ["rollout_id", "problem_id", "text", *length]
 
 
-def _reader() -> duckdb.DuckDBPyConnection:
+def _reader() -> contextlib.AbstractContextManager[duckdb.DuckDBPyConnection]:
     """DuckDB reads pages as they are asked for; other readers take whole row groups, which may be
     gigabytes of text."""
     return open_database(
@@ -423,29 +420,3 @@ def _judge(waiting: Sequence[Waiting], pool: Pool, counts: _Counts) -> pl.DataFr
             }
         )
     return tables.frame("verdicts", rows)
-
-
-def _write(frames: Iterator[pl.DataFrame], target: Path) -> None:
-    """Write frames as one file, atomically; all but the first wait on disk."""
-    import polars as pl
-
-    first = next(frames)
-    second = next(frames, None)
-    if second is None:
-        tables.write_table("verdicts", first, target)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f".{glob.escape(target.name)}.*.parts"):  # of a killed run
-        shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{target.name}.", suffix=".parts", dir=target.parent
-    ) as folder:
-        files = []
-        for number, frame in enumerate(itertools.chain((first, second), frames)):
-            files.append(Path(folder) / f"{number:08d}.parquet")
-            tables.check_frame("verdicts", frame, target)
-            frame.write_parquet(files[-1], compression="zstd")
-        with tables.atomic_path(target) as temporary:
-            pl.scan_parquet(files, glob=False).sink_parquet(
-                temporary, compression="zstd", maintain_order=True
-            )

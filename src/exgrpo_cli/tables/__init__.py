@@ -44,7 +44,13 @@ from exgrpo_cli.tables.schemas import (
     row_seed,
     token_hash,
 )
-from exgrpo_cli.tables.table import check_columns, check_frame, read_table, write_table
+from exgrpo_cli.tables.table import (
+    check_columns,
+    check_frame,
+    read_table,
+    write_frames,
+    write_table,
+)
 
 __all__ = [
     "EQUAL_LENGTHS",
@@ -79,6 +85,7 @@ __all__ = [
     "row_seed",
     "token_hash",
     "umask",
+    "write_frames",
     "write_json",
     "write_table",
     "write_text",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exgrpo_cli import interrupts
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.tables.files import atomic_path
 
@@ -15,15 +17,22 @@ if TYPE_CHECKING:
     import duckdb
 
 
+@contextmanager
 def open_database(
     spill: Path | None = None, **settings: str | bool | int
-) -> duckdb.DuckDBPyConnection:
-    """An empty database in memory; ``with`` closes it.
+) -> Iterator[duckdb.DuckDBPyConnection]:
+    """An empty database in memory, closed at the end.
 
     Args:
         spill: folder for what does not fit into memory.
         **settings: DuckDB's own, such as ``threads=1`` or ``memory_limit="1GB"``.
     """
+    # While its threads are at a query, this one waits for them and sees no signal.
+    with _opened(spill, **settings) as con, interrupts.ended_by(con.interrupt):
+        yield con
+
+
+def _opened(spill: Path | None = None, **settings: str | bool | int) -> duckdb.DuckDBPyConnection:
     import duckdb
 
     config: dict[str, Any] = {} if spill is None else {"temp_directory": str(spill.absolute())}
@@ -67,7 +76,7 @@ def named_rows(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
 @cache
 def _database() -> duckdb.DuckDBPyConnection:
     """One database for all of :func:`query`: opening one takes longer than most of them."""
-    return open_database()
+    return _opened()
 
 
 def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
@@ -83,7 +92,7 @@ def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str
     """
     import duckdb
 
-    with _database().cursor() as cursor:
+    with _database().cursor() as cursor, interrupts.ended_by(cursor.interrupt):
         try:
             return named_rows(cursor.execute(sql, dict(parameters)))
         except duckdb.Error as error:

@@ -9,7 +9,11 @@ tasks, in any order, produces the same files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +34,40 @@ def write_table(table: str, data: pl.DataFrame, path: Path) -> None:
         InputError: a column is missing, of another type, or null where it may not be.
     """
     check_frame(table, data, path)
-    with atomic_path(path) as temporary:
-        data.select(list(SCHEMAS[table])).write_parquet(temporary, compression="zstd")
+    # Opened here: interrupted, polars' threads may yet open a path that they were given.
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        data.select(list(SCHEMAS[table])).write_parquet(file, compression="zstd")
+
+
+def write_frames(table: str, frames: Iterator[pl.DataFrame], path: Path) -> None:
+    """As :func:`write_table`, frame after frame (one at least); all but the first wait on disk.
+
+    Raises:
+        InputError: as :func:`write_table`.
+    """
+    import polars as pl
+
+    first = next(frames)
+    second = next(frames, None)
+    if second is None:
+        write_table(table, first, path)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.parts"):  # of a killed process
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{path.name}.", suffix=".parts", dir=path.parent
+    ) as folder:
+        files = []
+        for number, frame in enumerate(itertools.chain((first, second), frames)):
+            files.append(Path(folder) / f"{number:08d}.parquet")
+            check_frame(table, frame, path)
+            with files[-1].open("wb") as out:  # opened here: see write_table
+                frame.write_parquet(out, compression="zstd")
+        with atomic_path(path) as temporary, temporary.open("wb") as out:
+            pl.scan_parquet(files, glob=False).sink_parquet(
+                out, compression="zstd", maintain_order=True
+            )
 
 
 def read_table(

@@ -92,7 +92,8 @@ def shape_ratio(log_ratio: Tensor, shaping: str, beta: float, power: float) -> T
 
     ``ratio``: w* / (w* + beta), here as the sigmoid of ``log w* - log beta``, which cannot
     overflow. ``power``: w* to a power. ``sqrt``: its square root. ``none``, and ``clip``, which
-    :func:`policy_loss` does: w* itself.
+    :func:`policy_loss` does: w* itself. ``uncorrected``: 1, with the gradient of log pi, as if the
+    policy in training had sampled the token.
 
     Args:
         log_ratio: any shape, log w*, nats.
@@ -110,6 +111,8 @@ def shape_ratio(log_ratio: Tensor, shaping: str, beta: float, power: float) -> T
         shaped = torch.sigmoid(log_ratio - math.log(beta))
     elif shaping in ("none", "clip"):
         shaped = _bounded(log_ratio).exp()
+    elif shaping == "uncorrected":
+        shaped = (log_ratio - log_ratio.detach()).exp()
     elif shaping == "power":
         shaped = _bounded(power * log_ratio).exp()
     elif shaping == "sqrt":
