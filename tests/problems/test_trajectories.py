@@ -70,9 +70,9 @@ def test_parquet_is_read_with_its_long_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "1 + 1?", "answer": "2"}, "no response; known are the columns target, gener"),
+        ({"prompt": "1 + 1?", "answer": "2"}, "no response that is text; known are the columns"),
         ({"response": "2"}, "neither a question nor a problem_id"),
-        ({"prompt": "1 + 1?", "response": 2}, "no response; known are"),
+        ({"prompt": "1 + 1?", "response": 2}, "no response that is text; known"),
         ({"prompt": "1 + 1?", "responses": ["2", 3]}, "responses is a number, not text"),
         ({"prompt": "1 + 1?", "target": [CHAT[1], SAID, CHAT[1], SAID]}, "has 2 messages of"),
     ],

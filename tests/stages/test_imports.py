@@ -181,12 +181,23 @@ def test_a_file_of_nothing_for_the_run_is_one_line(
     exgrpo: Exgrpo, looped: RunDir, tmp_path: Path
 ) -> None:
     file = tmp_path / "other.jsonl"
+    problem_id = pl.read_parquet(looped.problems)["problem_id"][0]
     file.write_text('{"prompt": "What?", "response": "That."}\n')
     done = exgrpo("import", looped.root, file, code=2)
     assert done.stderr.strip() == (
         f"exgrpo: {file}: nothing to take in of 1 rows of problems that are not the run's (by"
         " question or id)"
     )
+    file.write_text(json.dumps({"problem_id": problem_id, "response": "x", "by": "own"}) + "\n")
+    done = exgrpo("import", looped.root, file, "--columns", "source=by", code=2)
+    assert done.stderr == (
+        f"exgrpo: {file}, line 1: source 'own': no name for trajectories of others\n"
+    )
+    done = exgrpo("import", looped.root, file, "--source", "own", code=2)
+    assert done.stderr.endswith("no name for trajectories of others; give another by --source\n")
+    file.write_text('{"problem_id": "nosuch", "response": null}\n')
+    done = exgrpo("import", looped.root, file, code=2)
+    assert done.stderr.endswith(" or id), 1 rows without a response\n")
     done = exgrpo("import", looped.root, file, "--set", "curate.replay_ratio=0", code=2)
     assert "nothing is ever replayed" in done.stderr
 

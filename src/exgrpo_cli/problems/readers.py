@@ -425,7 +425,7 @@ def _json_lines(file: Path) -> Numbered:
 
 def _json_line(raw: bytes) -> dict[str, Any] | RowError:
     try:
-        row = parse_json(raw.decode("utf-8"))
+        row = parse_json(raw.rstrip().decode("utf-8"))
     except UnicodeDecodeError as error:
         return RowError(f"not UTF-8: {error.reason}")
     except json.JSONDecodeError as error:

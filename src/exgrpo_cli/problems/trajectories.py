@@ -98,8 +98,8 @@ def _answered(where: str, row: Mapping[str, Any], told: Mapping[str, str]) -> An
     column = told.get("response") or _column(row)
     if column is None and said is None:
         raise RowError(
-            f"no response; known are the columns {', '.join(RESPONSES)} and the end of a chat, and"
-            " --columns response=NAME names another"
+            f"no response that is text; known are the columns {', '.join(RESPONSES)} and the end of"
+            " a chat, and --columns response=NAME names another"
         )
     responses = [said or ""] if column is None else _texts(_listed(at(row, column)), column)
     cut = [any(_is_cut(row, name, sign, i) for name, sign in _CUT) for i in range(len(responses))]

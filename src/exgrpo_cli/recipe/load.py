@@ -14,6 +14,9 @@ from pydantic import BaseModel, ValidationError
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.recipe.settings import Recipe, Section
 
+_SHOWN = 80
+"""Characters of a value in a message."""
+
 
 def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
     """Every dotted key of the recipe, such as ``train.learning_rate``."""
@@ -134,7 +137,9 @@ def parse_recipe(
         if first["type"] == "extra_forbidden":
             raise InputError(f"{origin}: {_unknown_key(key)}") from None
         message = first["msg"].removeprefix("Value error, ")
-        where = f"{key} = {first['input']!r}: " if key else ""
+        value = repr(first["input"])
+        value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
+        where = f"{key} = {value}: " if key else ""
         raise InputError(f"{origin}: {where}{message}") from None
 
 

@@ -111,6 +111,7 @@ _CLOCK = frozenset({  # functions that are written without brackets
 })  # fmt: skip
 _DEEP = 100
 """Levels of an expression. Its tree is read by functions that call themselves."""
+_TOO_DEEP = "Max expression depth limit"
 _CHANGING = "may give another value each time; luck is a number that does not"
 
 
@@ -145,7 +146,7 @@ def fault(name: str, expression: str) -> str | None:
         text = f"SELECT (\n{expression}\n) AS value"
         told = con.execute("SELECT json_serialize_sql(?)", [text]).fetchall()[0][0]
         tree = json.loads(told)
-        if tree["error"] and "expression depth" in tree["error_message"]:
+        if tree["error"] and _TOO_DEEP in tree["error_message"]:
             return f"is nested more than {_DEEP} levels deep"
         if tree["error"]:
             return f"not an expression: {first_line(Exception(tree['error_message']))}"
@@ -165,6 +166,8 @@ def fault(name: str, expression: str) -> str | None:
                 f"SELECT typeof(({expression}\n)) FROM (SELECT 1) LEFT JOIN {seen} ON true"
             ).fetchall()[0][0]
         except duckdb.Error as error:
+            if _TOO_DEEP in str(error):
+                return f"is nested more than {_DEEP} levels deep"
             return _nearest(first_line(error), rule, expression)
     boolean = kind == "BOOLEAN"
     number = re.fullmatch(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL\([^)]*\)", kind)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ROWS = 512  # in a file, which verify and score do at a time
 _OPENS = "<think>"
+_NO_NAME = "no name for trajectories of others"
 
 
 def import_trajectories(
@@ -61,7 +62,8 @@ def import_trajectories(
     Returns:
         Files written; metrics ``step`` (which takes them in), ``rows`` read, ``trajectories`` and
         ``questions`` imported, ``there_already`` (also twice in the file), and those left out:
-        ``other_problems`` and ``bad`` (rows), ``too_long`` and ``cut_off`` (trajectories).
+        ``other_problems``, ``no_response`` and ``bad`` (rows), ``too_long`` and ``cut_off``
+        (trajectories).
 
     Raises:
         InputError: no problems, nothing that is of one of them, or a row that cannot be read.
@@ -78,12 +80,18 @@ def import_trajectories(
     policy = run.policy_path(trained, recipe.model.path)
     work = _Import(run, step, recipe, load_tokenizer(policy, recipe.model), policy)
     label = tidy_name(name or set_name(source))
+    if label is None:
+        raise InputError(f"{name or source}: {_NO_NAME}; give another by --source")
     for row in read_answered(source, columns or {}, skip_bad):
         work.counts["rows"] += 1
-        if isinstance(row, RowError):
-            work.counts["bad"] += 1
-        else:
-            work.add(row, label)
+        if not isinstance(row, RowError):
+            try:
+                work.add(row, label)
+            except RowError as error:
+                if not skip_bad:
+                    raise InputError(f"{row.where}: {error}") from None
+                row = error
+        work.counts["bad"] += isinstance(row, RowError)
         if work.counts["rows"] % 10_000 == 0:
             log(f"{source}: {work.counts['rows']:,} rows, {work.counts['trajectories']:,} new")
     work.flush()
@@ -102,25 +110,22 @@ def import_trajectories(
 
 
 _COUNTS = (
-    "rows", "trajectories", "there_already", "other_problems", "too_long", "cut_off", "bad",
+    "rows", "trajectories", "there_already", "other_problems", "no_response", "too_long",
+    "cut_off", "bad",
 )  # fmt: skip
 
 
-def tidy_name(name: str) -> str:
-    """A source's name as ids and file names can hold it.
-
-    Raises:
-        InputError: nothing is left, or it is what the run's own are called.
-    """
+def tidy_name(name: str) -> str | None:
+    """A source's name as ids and file names can hold it; None where nothing is left, or it is what
+    the run's own are called."""
     text = re.sub(r"[^\w.:+=@-]+", "-", name).strip("-.")
-    if not text or text == "own" or step_number(text) is not None:
-        raise InputError(f"--source {name!r}: no name for trajectories of others")
-    return text
+    return None if text in ("", "own") or step_number(text) is not None else text
 
 
 def _left_out(found: Mapping[str, int], recipe: Recipe) -> str:
     words = {
         "other_problems": "rows of problems that are not the run's (by question or id)",
+        "no_response": "rows without a response",
         "there_already": "that are there already",
         "too_long": f"beyond rollout.max_new_tokens = {recipe.rollout.max_new_tokens} or"
         " max_prompt_tokens",
@@ -169,13 +174,20 @@ class _Import:
             self._known |= set(held.iter_rows())
 
     def add(self, row: Answered, label: str) -> None:
-        """Take a row's responses, as far as they are new."""
+        """Take a row's responses, as far as they are new.
+
+        Raises:
+            RowError: it names its source as it cannot be called.
+        """
         self.counts["cut_off"] += row.cut
+        self.counts["no_response"] += not row.responses and not row.cut
         problem = self._problem(row)
         if problem is None:
             self.counts["other_problems"] += 1
             return
         name = label if row.source is None else tidy_name(row.source)
+        if name is None:
+            raise RowError(f"source {row.source!r}: {_NO_NAME}")
         for text in row.responses:
             mark = hashlib.blake2b(f"{problem}\0{text}".encode(), digest_size=16).digest()
             if mark in self._texts:
