@@ -41,6 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = Path(__file__).with_name("train_sides.py")
 TRL, TRL_VENV = "trl==1.16.0", ROOT / "build/trl-venv"
+DATASETS = "datasets==4.7.0"  # with 5.2.0 Dataset.from_dict ends with a PicklingError
 
 MODELS: dict[str, dict[str, int]] = {
     "30m": {
@@ -138,9 +139,8 @@ def setup() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     pins = [f"{name}=={version.partition('+')[0]}" for name, version in versions.items()]
     subprocess.run([sys.executable, "-m", "venv", str(TRL_VENV)], check=True)
-    subprocess.run(
-        [TRL_VENV / "bin/python", "-m", "pip", "install", "-q", *pins, TRL, "psutil"], check=True
-    )
+    install = [TRL_VENV / "bin/python", "-m", "pip", "install", "-q"]
+    subprocess.run([*install, *pins, TRL, DATASETS, "psutil"], check=True)
 
 
 def compare(name: str, options: argparse.Namespace, trl: str | None, folder: Path) -> None:
