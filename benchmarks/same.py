@@ -331,9 +331,10 @@ def look(exgrpo: Command, step: int) -> None:
     """What is printed about the run, and its report, from a copy in which no time passes."""
     run = exgrpo.out / "same"
     shutil.copytree(exgrpo.out / "run", run)
+    exgrpo("evaluate", "same", save="evaluate.txt")
     for path in [run / "metrics.jsonl", *run.glob("metrics/*/time-*.json")]:
         text = path.read_text(encoding="utf-8")
-        path.write_text(re.sub(r'("time/\w+": )[\d.e-]+', r"\g<1>1.0", text), encoding="utf-8")
+        path.write_text(re.sub(r'("time/[^"]+": )[\d.e-]+', r"\g<1>1.0", text), encoding="utf-8")
     (run / "provenance.json").unlink(missing_ok=True)  # the report would say when, and which commit
     other = _sets("curate.choose=luck curate.bucket_weight=bucket")
     for command in (["status", "same"], ["show", "same"], ["diff", "same", *other]):
@@ -342,7 +343,6 @@ def look(exgrpo: Command, step: int) -> None:
     exgrpo("show", "same/experience.parquet", save="experience.txt")
     exgrpo("show", f"same/rollouts/step-{step:05d}", save="rollouts.txt")
     exgrpo("sql", "same", "--csv", "-c", QUERY, save="sql.txt")
-    exgrpo("evaluate", "same", save="evaluate.txt")
     exgrpo("report", "same")
     shutil.move(run / "report.html", exgrpo.out / "printed")
     shutil.rmtree(run)

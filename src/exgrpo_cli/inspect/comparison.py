@@ -262,8 +262,8 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
                         *zip(*band, strict=True), color=drawn.get_color(), alpha=0.15, linewidth=0
                     )
             panel.set_xlabel(_AXES[axis])
-            first, last = panel.get_xlim()
-            ticks = x_ticks(first, last, axis)
+            places = [float(at) for drawn in panel.lines for at in drawn.get_xdata()]
+            ticks = x_ticks(min(places), max(places), axis) if places else []
             panel.set_xticks([at for at, _ in ticks], [label for _, label in ticks])
             panel.locator_params(axis="y", steps=[1, 2, 5, 10])
             panel.yaxis.set_major_formatter(lambda y, _: percent(y))
