@@ -334,7 +334,7 @@ class RunDir:
             try:
                 value = json.loads(line)
                 int(value["step"])
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise InputError(
                     f"{self.metrics}: line {number} is damaged; remove the file, and the next stage"
                     " makes it anew"
