@@ -443,10 +443,8 @@ def _write(frames: Iterator[pl.DataFrame], target: Path) -> None:
         files = []
         for number, frame in enumerate(itertools.chain((first, second), frames)):
             files.append(Path(folder) / f"{number:08d}.parquet")
-            tables.check_frame("verdicts", frame, target)
-            with files[-1].open("wb") as out:  # opened here: see tables.write_table
-                frame.write_parquet(out, compression="zstd")
+            tables.write_table("verdicts", frame, files[-1])
+        whole = pl.scan_parquet(files, glob=False)
+        # Opened here, as in write_table.
         with tables.atomic_path(target) as temporary, temporary.open("wb") as out:
-            pl.scan_parquet(files, glob=False).sink_parquet(
-                out, compression="zstd", maintain_order=True
-            )
+            whole.sink_parquet(out, compression="zstd", maintain_order=True)
