@@ -146,6 +146,8 @@ def test_arms_can_be_named(exgrpo: Exgrpo, runs: Path) -> None:
         ("new", [1, 2, 3, 4]),
     ]
     assert found["differing"]["curate.replay_ratio"] == [[0.0, 0.5], [0.5, 0.0]]
+    done = exgrpo("compare", f"old={runs / 'a-1'}", f"new={runs / 'a-1'}")
+    assert done.stderr == f"new={runs / 'a-1'}: given already as old; left out\n"
     assert (
         "another arm has this name"
         in exgrpo("compare", f"b={runs / 'a-1'}", runs / "b-1", code=2).stderr
@@ -168,6 +170,10 @@ def test_settings_that_matter_make_arms(tmp_path: Path) -> None:
     assert [arm.name for arm in found[1:]] == [
         "learning_rate = 1e-05", "schedule = cosine", "schedule = cosine, steps = 6",
     ]  # fmt: skip
+    many = {f"max_{of}_tokens": 9 for of in ("new", "prompt")} | {"samples": 2, "temperature": 2}
+    for name in ("x", "y"):
+        make(tmp_path / name, 6, [0.1], rollout=many, curate={"questions": 3})
+    assert arms([str(tmp_path)], said.append)[-1].name == "x"
 
 
 def test_repeated_seeds_and_other_problems_are_said(exgrpo: Exgrpo, runs: Path) -> None:

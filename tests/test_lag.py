@@ -155,8 +155,10 @@ def test_a_lag_that_needs_a_removed_policy_is_refused_first(
 def test_a_run_that_goes_on_from_another_begins_with_its_policy(
     exgrpo: Exgrpo, by_hand: RunDir, tmp_path: Path
 ) -> None:
-    run = RunDir(tmp_path / "run")
-    exgrpo("init", run.root, "--from", by_hand.root, "--step", 2)
+    run, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "other")
+    shutil.copytree(by_hand.root, other.root)
+    (other.policy(1) / REMOVED).write_text("removed to save disk")
+    exgrpo("init", run.root, "--from", other.root, "--step", 2, "--set", "loop.lag=3")
     exgrpo("rollout", run.root)
     assert set(parts(run.rollouts(2))["policy"]) == {step_name(2)}
 

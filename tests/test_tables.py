@@ -159,6 +159,10 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, error: Exception) -> 
             raise error
         assert raised.value.filename == str(tmp_path / "x")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as raised:
+        tables.write_text(tmp_path / "folder", "a")
+    assert raised.value.filename == str(tmp_path / "folder")
 
 
 def test_a_killed_writer_leaves_no_half_file(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ class RunDir:
             try:
                 value = json.loads(line)
                 int(value["step"])
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise InputError(
                     f"{self.metrics}: line {number} is damaged; remove the file, and the next stage"
                     " makes it anew"
@@ -368,16 +368,25 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
+def why_removed(policy: Path) -> str | None:
+    """Why a folder is only the place of a policy; None of a policy itself."""
+    try:
+        return (policy / REMOVED).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
 def refuse_removed(policy: Path) -> None:
     """Refuse what is only the place of a policy.
 
     Raises:
-        InputError: it was removed; with the commands that make it again.
+        InputError: it was removed, with the commands that make it again; or it lies elsewhere.
     """
-    try:
-        why = (policy / REMOVED).read_text(encoding="utf-8").strip()
-    except OSError:
+    why = why_removed(policy)
+    if why is None:
         return
+    if why.startswith("lies in"):
+        raise InputError(f"{policy}: {why}")
     step = int(policy.name.removeprefix("step-"))
     command, later = RunDir(policy.parent.parent).training_again(step)
     raise InputError(f"{policy}: {why}; to make it again, run: {command}{later}")

@@ -63,6 +63,8 @@ def test_a_question_of_a_step(run: RunDir) -> None:
     words = format_explanation(found, aligned)
     assert words.startswith("a in step 2: replay; replays s00001/a/01; in step 3: ")
     assert "\nchoose = mean_entropy\n" in words
+    rules["store"]["rows"] = [{"row": "s", "metadata": "\x1b[2J\n", "value": True}]
+    assert "  \\x1b[2J\\x0a   true\n" in format_explanation(found, aligned)
     with pytest.raises(InputError, match="no problem nosuch"):
         explain(run, RECIPE, 2, "nosuch")
 

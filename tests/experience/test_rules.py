@@ -95,6 +95,7 @@ def test_rules_go_through_files_and_flags() -> None:
             f'curate.bucket_weight = "{WIDER}"',
         ),
         ("selection", "random", 'curate.choose = "luck"'),
+        ("selection", ["random"], 'curate.choose = "mean_entropy"'),
         ("max_trajectories", 9, 'curate.drop = "pool_newness > 9"'),
     ],
 )

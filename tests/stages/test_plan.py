@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from exgrpo_cli import tables
+from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.plan import draw_plan, first_plan
 from exgrpo_cli.rundir import RunDir
 from making import (
@@ -42,6 +43,8 @@ def test_first_plan_is_seeded_and_takes_each_question_once(run: RunDir) -> None:
     assert made["problem_id"].to_list() != other["problem_id"].to_list()
     lines: list[str] = []
     assert first_plan(run.problems, make_recipe(questions=50), lines.append).height == 9
+    with pytest.raises(InputError, match=r"curate\.fresh weighs every problem 0; nothing can be"):
+        first_plan(run.problems, make_recipe(fresh="0"))
     assert "9 problems, fewer than curate.questions = 50" in lines[0]
     # The same on every machine and in every version: the order is by MD5.
     assert made["problem_id"].to_list() == FIRST_FIVE

@@ -17,6 +17,7 @@ from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.recipe.rules import RULES, mentions
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.terminal import harmless
 
 # Where each rule is asked: the query file whose CTE ``seen`` has its columns.
 _QUERIES = {
@@ -156,4 +157,4 @@ def _cell(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else harmless(str(value), keep="")

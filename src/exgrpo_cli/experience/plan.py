@@ -91,11 +91,13 @@ def first_plan(problems: Path, recipe: Recipe, log: Log = quiet) -> pl.DataFrame
     with connect() as con:
         fill_problems(con, problems, columns_of_problems(recipe.curate))
         plan, _ = draw_plan(Experience(con, RunDir(problems.parent), recipe), 0)
+        held = con.execute("SELECT count(*) FROM problems").fetchall()[0][0]
     if not plan.height:
-        raise InputError(f"{problems}: no problem in this table; nothing can be sampled")
-    if plan.height < recipe.curate.questions:
+        why = "curate.fresh weighs every problem 0" if held else "no problem in this table"
+        raise InputError(f"{problems}: {why}; nothing can be sampled")
+    if held < recipe.curate.questions:
         log(
-            f"{problems} holds {plan.height} problems, fewer than curate.questions ="
+            f"{problems} holds {held} problems, fewer than curate.questions ="
             f" {recipe.curate.questions}: each step takes all of them"
         )
     return plan

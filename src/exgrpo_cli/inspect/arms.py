@@ -34,6 +34,8 @@ ALIKE = frozenset(
 may differ in them. So they may in ``loop.steps``, where no schedule of the learning rate counts on
 it."""
 
+_NAMING = 4
+"""An arm is named after so many settings at most."""
 _DEEP = 4
 """Runs may lie so many folders below one that is given."""
 
@@ -83,7 +85,9 @@ def arms(given: Sequence[str], log: Log) -> list[Arm]:
     for text in given:
         name, path = _split(text)
         for member in _members(path, log):
-            found.setdefault(member.run.root.resolve(), (name, member))
+            first, _ = found.setdefault(member.run.root.resolve(), (name, member))
+            if first != name and member.run.root == path:
+                log(f"{text}: given already{f' as {first}' * bool(first)}; left out")
     if not found:
         raise InputError(f"{', '.join(given)}: no run with metrics here")
     groups: list[tuple[str, list[Member]]] = []
@@ -189,17 +193,21 @@ def _names(groups: Sequence[Sequence[Member]]) -> list[str]:
     ]
     common = [stem.pop() if len(stem) == 1 else "" for stem in stems]
     return [
-        name if name and common.count(name) == 1 else _settings_of(group, groups)
+        name
+        if name and common.count(name) == 1
+        else _settings_of(group, groups)
+        or group[0].run.root.resolve().relative_to(above).as_posix()
         for name, group in zip(common, groups, strict=True)
     ]
 
 
 def _settings_of(group: Sequence[Member], groups: Sequence[Sequence[Member]]) -> str:
-    """What sets a group apart: from the first one, or that one from the others."""
+    """What sets a group apart: from the first one, or that one from the others. Empty where that
+    is too much for a name."""
     others = [one[0] for one in groups] if group is groups[0] else [groups[0][0]]
     keys = settings_that_differ([group[0], *others])
     words = (f"{key.rpartition('.')[2]} = {setting(group[0].recipe, key)}" for key in keys)
-    return ", ".join(words) or "all runs"
+    return "" if len(keys) > _NAMING else ", ".join(words) or "all runs"
 
 
 def _without_seed(name: str, seed: int) -> str:

@@ -52,6 +52,8 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
     if baseline is not None and baseline not in names:
         raise InputError(f"--baseline {baseline}: no such arm; there are: {'; '.join(names)}")
     base = arms[names.index(baseline) if baseline is not None else 0]
+    sets = evaluated_sets(arms)
+    missing = [] if sets else ["no run has an evaluation yet: there are no accuracies"]
     return {
         "baseline": base.name,
         "arms": [
@@ -64,10 +66,10 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
             for arm in arms
         ],
         "differing": differing(arms),
-        "warnings": [*_doubled(arms), *_other_problems(arms)],
+        "warnings": [*missing, *_doubled(arms), *_other_problems(arms)],
         "figures": [
             {"at": at, "set": name, **row}
-            for name in evaluated_sets(arms)
+            for name in sets
             for at, place in _places(arms, base, name).items()
             for row in _rows(arms, base, name, place, at)
         ],

@@ -63,7 +63,7 @@ def _rule(key: str, expression: str) -> str:
 def _weights(value: Any) -> str:
     if value == "uniform":  # all questions in one bucket
         return _rule("bucket", "0")
-    return _rule("bucket_weight", _WEIGHT.get(value, "1"))
+    return _rule("bucket_weight", _WEIGHT.get(str(value), "1"))
 
 
 # Keys that are gone: what they were when nobody set them, and what to do instead (a function of
@@ -78,7 +78,7 @@ _GONE: dict[str, tuple[Any, str | Callable[[Any], str]]] = {
     ),
     "curate.selection": (
         "lowest_entropy",
-        lambda v: _rule("choose", _CHOICE.get(v, "mean_entropy")),
+        lambda v: _rule("choose", _CHOICE.get(str(v), "mean_entropy")),
     ),
     "curate.max_age": (None, lambda v: _rule("drop", f"age > {v}")),
     "curate.max_per_question": (None, lambda v: _rule("drop", f"newness > {v}")),

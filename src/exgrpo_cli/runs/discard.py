@@ -34,7 +34,7 @@ def discard_after(run: RunDir, step: int, lag: int = 0) -> list[int]:
         InputError: the policy or the optimizer's state is gone, so that the step could not be
             sampled or trained again.
     """
-    for number in range(max(step - lag, 1), step + 1):
+    for number in range(max(step - lag, run.first_step(), 1), step + 1):
         refuse_removed(run.policy(number))
     nearest = run.restarts(step)[-1]
     if nearest < step:

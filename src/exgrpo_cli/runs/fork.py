@@ -7,7 +7,6 @@ what the other would have become under its recipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, load_recipe
 from exgrpo_cli.retention import KEEP
-from exgrpo_cli.rundir import REMOVED, RunDir, refuse_removed, step_name
+from exgrpo_cli.rundir import REMOVED, RunDir, step_name, why_removed
 from exgrpo_cli.runs.prepare import prepare
 from exgrpo_cli.tables import atomic_folder, link_file, write_json, write_text
 
@@ -34,8 +33,7 @@ def fork(
     """Make a run that goes on from a step of another; one that was made so before is left as it is.
 
     It appears as a whole. The experience is derived from the linked history by the new recipe's
-    rules. Policies of earlier steps (than a lag samples from) stay with the other run; in their
-    places it is said where.
+    rules. Policies of earlier steps stay with the other run; in their places it is said where.
 
     Args:
         run: the new run; not there yet, or made by the same call.
@@ -62,14 +60,13 @@ def fork(
     }
     if _is_there(run, origin):
         return recipe
-    policies = range(max(step - recipe.loop.lag, 1), step + 1)
-    _check(other, step, policies, fresh_optimizer)
+    _check(other, step, fresh_optimizer)
     with atomic_folder(run.root) as folder:
         made = RunDir(folder)
         linked = True
-        for source, name in _files(other, step, policies, trainer=not fresh_optimizer):
+        for source, name in _files(other, step, trainer=not fresh_optimizer):
             linked &= link_file(source, folder / name)
-        for number in range(1, policies.start):
+        for number in range(1, step):
             where = f"lies in {other.root.resolve()}, from which this run goes on"
             write_text(made.policy(number) / REMOVED, f"{where}\n")
         if step and fresh_optimizer:
@@ -118,20 +115,18 @@ def _is_there(run: RunDir, origin: dict[str, Any]) -> bool:
     )
 
 
-def _check(other: RunDir, step: int, policies: Iterable[int], fresh_optimizer: bool) -> None:
-    """Refuse a step from which nothing can go on; the policies are those that are needed."""
+def _check(other: RunDir, step: int, fresh_optimizer: bool) -> None:
+    """Refuse a step from which nothing can go on."""
     newest = max(other.steps("policy"), default=0)
     if step > newest:
         raise InputError(f"{other.root}: has no policy of step {step}; the newest is of {newest}")
     whole = other.restarts(newest)
     nearest = f"whole are those of steps {', '.join(map(str, whole))}"
-    for number in policies:
-        if not other.policy(number).is_dir():
-            raise InputError(f"{other.policy(number)}: no such policy; {nearest}")
-        try:
-            refuse_removed(other.policy(number))
-        except InputError as error:
-            raise InputError(f"{error}; {nearest}") from None
+    policy = other.policy(step)
+    if step and not policy.is_dir():
+        raise InputError(f"{policy}: no such policy; {nearest}")
+    if why := why_removed(policy):
+        raise InputError(f"{policy}: {why}; {nearest}")
     if not fresh_optimizer and step not in whole:
         raise InputError(
             f"{other.trainer(step)}: the optimizer's state of step {step} is not there; go on"
@@ -145,9 +140,7 @@ def _check(other: RunDir, step: int, policies: Iterable[int], fresh_optimizer: b
         )
 
 
-def _files(
-    other: RunDir, step: int, policies: Iterable[int], *, trainer: bool
-) -> list[tuple[Path, Path]]:
+def _files(other: RunDir, step: int, *, trainer: bool) -> list[tuple[Path, Path]]:
     """The files that the new run begins with, and their names in it."""
     root = other.root
     earlier, ours = [step_name(number) for number in range(step)], step_name(step)
@@ -158,7 +151,7 @@ def _files(
     kinds = ("rollouts", "verdicts", "scores", "metrics", "evaluations")
     folders = [root / kind / name for kind in kinds for name in earlier]
     folders += [other.imported(kind, n) for kind in kinds[:3] for n in range(step + 1)]
-    folders += [*map(other.policy, policies), root / "evaluations" / ours]
+    folders += [other.policy(step), root / "evaluations" / ours]
     folders += [other.trainer(step)] if trainer else []
     for folder in folders:
         found += [file for file in folder.rglob("*") if file.is_file() and file.name != KEEP]

@@ -119,7 +119,8 @@ def curate(
         tables.write_table("plan", next_plan, run.plan(t + 1))
     _summarise(t, metrics, log)
     if not roles:
-        note("every question is retired: nothing is left to sample")
+        weighed = " or weighs 0 by curate.fresh" * (recipe.curate.fresh != "1")
+        note(f"every question is retired{weighed}: nothing is left to sample")
     elif len(roles) < recipe.curate.questions:
         note(f"only {len(roles)} of {recipe.curate.questions} questions are left to sample")
     return Result(

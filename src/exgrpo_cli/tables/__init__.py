@@ -44,13 +44,7 @@ from exgrpo_cli.tables.schemas import (
     row_seed,
     token_hash,
 )
-from exgrpo_cli.tables.table import (
-    check_columns,
-    check_frame,
-    read_table,
-    write_frames,
-    write_table,
-)
+from exgrpo_cli.tables.table import check_columns, read_table, write_frames, write_table
 
 __all__ = [
     "EQUAL_LENGTHS",
@@ -63,7 +57,6 @@ __all__ = [
     "atomic_folder",
     "atomic_path",
     "check_columns",
-    "check_frame",
     "chunked",
     "divisions",
     "finite_or_none",

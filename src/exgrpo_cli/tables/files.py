@@ -33,11 +33,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:  # from its first moment on: an interrupt may come with it
-        temporary.touch(exist_ok=False)
-        with _full_disk_named(path):
+        with _faults_named(path):
+            temporary.touch(exist_ok=False)
             yield temporary
             fsync(temporary)
-        temporary.replace(path)
+            temporary.replace(path)
         fsync(path.parent)
         _remove_abandoned(path)
     finally:
@@ -83,7 +83,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(0o700)
         temporary.chmod(path.parent.stat().st_mode & 0o777)
-        with _full_disk_named(path):
+        with _faults_named(path):
             yield temporary
         mask = umask()
         for folder, _, files in os.walk(temporary):
@@ -139,10 +139,11 @@ def _put_aside(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
-    """A full disk, quota or file size limit as an OSError that names the file.
+def _faults_named(path: Path) -> Iterator[None]:
+    """A full disk, quota or file size limit as an OSError that names the file, and so what else
+    cannot be written, which Python says of the temporary file.
 
-    Python's own has no name, and polars and safetensors raise errors of their own.
+    Of a full disk Python's own has no name, and polars and safetensors raise errors of their own.
     """
     try:
         yield
@@ -150,6 +151,8 @@ def _full_disk_named(path: Path) -> Iterator[None]:
         for number in FULL:
             if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
                 raise OSError(number, os.strerror(number), str(path)) from error
+        if isinstance(error, OSError) and str(error.filename).endswith(".tmp"):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

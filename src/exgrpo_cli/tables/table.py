@@ -61,9 +61,8 @@ def write_frames(table: str, frames: Iterator[pl.DataFrame], path: Path) -> None
         files = []
         for number, frame in enumerate(itertools.chain((first, second), frames)):
             files.append(Path(folder) / f"{number:08d}.parquet")
-            check_frame(table, frame, path)
-            with files[-1].open("wb") as out:  # opened here: see write_table
-                frame.write_parquet(out, compression="zstd")
+            write_table(table, frame, files[-1])
+        # Opened here, as in write_table.
         with atomic_path(path) as temporary, temporary.open("wb") as out:
             pl.scan_parquet(files, glob=False).sink_parquet(
                 out, compression="zstd", maintain_order=True
