@@ -139,7 +139,7 @@ def setup() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     pins = [f"{name}=={version.partition('+')[0]}" for name, version in versions.items()]
     subprocess.run([sys.executable, "-m", "venv", str(TRL_VENV)], check=True)
-    install = [TRL_VENV / "bin/python", "-m", "pip", "install", "-q"]
+    install = [str(TRL_VENV / "bin/python"), "-m", "pip", "install", "-q"]
     subprocess.run([*install, *pins, TRL, DATASETS, "psutil"], check=True)
 
 
