@@ -117,7 +117,9 @@ def test_long_texts_take_linear_time(piece: str) -> None:
         compare("(1,2)", normalise(text), lambda a, b: False)
         return time.process_time() - began
 
-    assert seconds(40_000) < 10 * max(seconds(10_000), 0.05)
+    # A busy machine makes a single look longer: the shortest of some is the work itself.
+    shortest = 10 * max(min(seconds(10_000) for _ in range(3)), 0.05)
+    assert any(seconds(40_000) < shortest for _ in range(5))
 
 
 def test_sets_of_inequalities() -> None:
