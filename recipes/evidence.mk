@@ -1,6 +1,6 @@
 # The experiments of docs/evidence.md: arms of a few settings, repeated over seeds. Two runs at a time,
 # a core each; a run that was stopped goes on, one that is done is not made again.
-#   make -f recipes/evidence.mk -j2 weak            (or demo, few, ablations, lm)
+#   make -f recipes/evidence.mk -j2 weak            (or ablations, demo, few, few-weak, lm)
 #   make -f recipes/evidence.mk -j2 few SEEDS="1 2 3" ARMS_few="grpo groups"
 
 SEEDS ?= $(if $(filter lm,$(MAKECMDGOALS)),1,1 2 3 4 5)
@@ -8,7 +8,7 @@ OUT ?= runs/evidence
 EXGRPO ?= .venv/bin/exgrpo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: weak demo few ablations lm
+.PHONY: weak ablations demo few few-weak lm
 .SECONDARY:
 
 # Whole groups again: the questions of the last steps come back with seven of their rollouts, successes
@@ -25,6 +25,8 @@ grpo-16 := $(grpo) --set curate.questions=16
 grpo-slow := $(grpo) --set train.learning_rate=1e-4
 grpo-fast := $(grpo) --set train.learning_rate=3e-4
 exgrpo :=
+exgrpo-slow := --set train.learning_rate=1e-4
+exgrpo-fast := --set train.learning_rate=3e-4
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
 groups-successes := $(GROUPS) --set 'curate.store=correct AND k < n'
@@ -42,10 +44,11 @@ never-retired := --set curate.retire=false
 quarter := --set curate.replay_ratio=0.25
 three-quarters := --set curate.replay_ratio=0.75
 
-ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-clip groups groups-successes groups-shaped groups-any-age
+ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-slow exgrpo-fast exgrpo-clip groups groups-successes groups-shaped groups-any-age
 ARMS_ablations ?= exgrpo random-question random-choice highest-entropy unshaped uncorrected delayed never-retired quarter three-quarters
 ARMS_demo ?= grpo exgrpo
 ARMS_few ?= grpo exgrpo groups
+ARMS_few-weak ?= grpo exgrpo groups
 ARMS_lm ?= grpo exgrpo groups
 
 # What the arms of an experiment have in common.
@@ -54,12 +57,14 @@ recipe_ablations := $(recipe_weak)
 recipe_demo := --recipe recipes/demo.toml --set problems.limit=500 --set evaluate.every=16 --steps 32
 recipe_few := --recipe recipes/demo.toml --set problems.limit=64 --set curate.questions=8 --steps 60 \
   --set train.learning_rate=2e-4 --set train.minibatch_questions=64 --set evaluate.every=20
+recipe_few-weak := $(recipe_weak) --set problems.limit=64
 recipe_lm := --recipe recipes/demo-lm.toml
 
 needs_weak := build/weak-model build/weak
 needs_ablations := $(needs_weak)
 needs_demo := build/demo-model
 needs_few := build/demo-model
+needs_few-weak := $(needs_weak)
 needs_lm := build/smollm2 build/sums/heldout.parquet build/sums/longer.parquet
 
 # ARM-SEED
@@ -81,6 +86,7 @@ $(eval $(call experiment,weak))
 $(eval $(call experiment,ablations,exgrpo))
 $(eval $(call experiment,demo))
 $(eval $(call experiment,few))
+$(eval $(call experiment,few-weak))
 $(eval $(call experiment,lm))
 
 build/weak-model:
