@@ -178,7 +178,8 @@ RIGHT = [
     ("5", r"\textcolor{red}{5}"), ("5", r"\color{red}{5}"), ("5", r"\large 5"),
     ("5", r"\Rightarrow 5"), (r"(5,\infty)", r"\{x \mid x>5\}"), (r"\{x : x>5\}", r"(5,\infty)"),
     (r"\{x\in\mathbb{R} \mid x>5\}", "x>5"), ("3+4i", r"3+4\mathrm{i}"), ("1024", "2**10"),
-    (r"2\pi i", r"2\pi\mathrm{i}"), (r"5\sqrt{2}", "5 * sqrt(2)"),
+    ("0", r"\sin 0"), ("0", r"a \cdot 0"), (r"2\pi i", r"2\pi\mathrm{i}"),
+    (r"5\sqrt{2}", "5 * sqrt(2)"),
     (r"v_{\text{max}}", r"v_\mathrm{max}"),
 ]  # fmt: skip
 WRONG = [
@@ -204,7 +205,8 @@ WRONG = [
     ("1, 2, \\ldots, 9", "1, 9"),
     # what is no answer
     ("5", "5/"), ("5", "5--"), ("5", "5^"), ("5", "5+"), ("5", "5_"), ("5", "(5"), ("5", "5}"),
-    ("5", "5 5"), ("10", "5 5"), ("5", "not 5"), ("5", "5 is wrong"), ("8", "5(3)"), ("5", "}{"),
+    ("5", "5 5"), ("10", "5 5"), ("5", "not 5"), ("0", "not 0"),
+    ("0", r"\text{not }0"), ("0", "never 0.0"), ("5", "5 is wrong"), ("8", "5(3)"), ("5", "}{"),
     (r"\frac{2}{3}", r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}"), ("5", "5 mod 7"),
     ("5", "approximately"),
     ("5", "5 squared"),

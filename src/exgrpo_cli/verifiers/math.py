@@ -38,6 +38,7 @@ from exgrpo_cli.verifiers.sure import equal_numbers, number
 
 _NORMALISATION = replace(LatexExtractionConfig().normalization_config, boxed="none")
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
+_WORD_BEFORE = re.compile(r"(?:[^0-9\\a-zA-Z]|\\(?>[a-zA-Z]+|.)|[a-zA-Z](?![a-zA-Z]))*+[a-zA-Z]{2}")
 _OPERATORS = ("^", "_", "/", "+", "-", "*", "=", "<", ">")
 
 
@@ -155,6 +156,8 @@ def _read(text: str) -> list[Any]:
     try:
         expression = _parse_latex(normal)
     except Exception:
+        expression = None
+    if getattr(expression, "is_zero", False) and _WORD_BEFORE.match(text):  # "not 0": n·o·t·0
         expression = None
     return [normal] if expression is None else [expression, normal]
 
