@@ -29,6 +29,7 @@ exgrpo-slow := --set train.learning_rate=1e-4
 exgrpo-fast := --set train.learning_rate=3e-4
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
+groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 $(WHOLE)
 groups-successes := $(GROUPS) --set 'curate.store=correct AND k < n'
 groups-shaped := $(GROUPS) --set objective.shaping=ratio
 groups-any-age := $(GROUPS) --set curate.drop=false --set curate.choose=luck
@@ -49,7 +50,7 @@ ARMS_ablations ?= exgrpo random-question random-choice highest-entropy unshaped 
 ARMS_demo ?= grpo exgrpo
 ARMS_few ?= grpo exgrpo groups
 ARMS_few-weak ?= grpo exgrpo groups
-ARMS_lm ?= grpo exgrpo groups
+ARMS_lm ?= grpo exgrpo groups-lm
 
 # What the arms of an experiment have in common.
 recipe_weak := --recipe recipes/weak.toml
