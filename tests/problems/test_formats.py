@@ -9,7 +9,9 @@ import polars as pl
 import pytest
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.problems import FORMATS, golds_of, import_problems
+from exgrpo_cli.problems import import_problems
+from exgrpo_cli.problems.formats import FORMATS
+from exgrpo_cli.problems.values import golds_of
 from problem_files import WRITERS, one, write_jsonl, write_parquet
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,4 @@ problems (:mod:`choices`: those with options; :mod:`values`: chats, texts and go
 :mod:`trajectories` reads the responses that others gave to problems.
 """
 
-from exgrpo_cli.problems.formats import FORMATS
-from exgrpo_cli.problems.importing import Imported, import_problems
-from exgrpo_cli.problems.values import golds_of
-
-__all__ = ["FORMATS", "Imported", "golds_of", "import_problems"]
+from exgrpo_cli.problems.importing import import_problems as import_problems

@@ -7,79 +7,37 @@ recipe alone. A shard ``I/N`` does the parts whose number is I modulo N, so any 
 tasks, in any order, produces the same files.
 """
 
-from exgrpo_cli.tables.duck import literal_path
-from exgrpo_cli.tables.files import (
-    FULL,
-    atomic_folder,
-    atomic_path,
-    finite_or_none,
-    fsync,
-    link_file,
-    read_json,
-    remove_abandoned,
-    remove_folder,
-    umask,
-    write_json,
-    write_text,
-)
-from exgrpo_cli.tables.parts import (
-    WHOLE,
-    Shard,
-    chunked,
-    divisions,
-    parquet_files,
-    parse_shard,
-    part_name,
-    part_number,
-    require_all_parts,
-    require_one_division,
-)
-from exgrpo_cli.tables.schemas import (
-    EQUAL_LENGTHS,
-    KEYS,
-    SCHEMAS,
-    WORDS,
-    frame,
-    polars_schema,
-    row_seed,
-    token_hash,
-)
-from exgrpo_cli.tables.table import check_columns, read_table, write_frames, write_table
-
-__all__ = [
-    "EQUAL_LENGTHS",
-    "FULL",
-    "KEYS",
-    "SCHEMAS",
-    "WHOLE",
-    "WORDS",
-    "Shard",
-    "atomic_folder",
-    "atomic_path",
-    "check_columns",
-    "chunked",
-    "divisions",
-    "finite_or_none",
-    "frame",
-    "fsync",
-    "link_file",
-    "literal_path",
-    "parquet_files",
-    "parse_shard",
-    "part_name",
-    "part_number",
-    "polars_schema",
-    "read_json",
-    "read_table",
-    "remove_abandoned",
-    "remove_folder",
-    "require_all_parts",
-    "require_one_division",
-    "row_seed",
-    "token_hash",
-    "umask",
-    "write_frames",
-    "write_json",
-    "write_table",
-    "write_text",
-]
+from exgrpo_cli.tables.files import FULL as FULL
+from exgrpo_cli.tables.files import atomic_folder as atomic_folder
+from exgrpo_cli.tables.files import atomic_path as atomic_path
+from exgrpo_cli.tables.files import finite_or_none as finite_or_none
+from exgrpo_cli.tables.files import fsync as fsync
+from exgrpo_cli.tables.files import link_file as link_file
+from exgrpo_cli.tables.files import read_json as read_json
+from exgrpo_cli.tables.files import remove_abandoned as remove_abandoned
+from exgrpo_cli.tables.files import remove_folder as remove_folder
+from exgrpo_cli.tables.files import umask as umask
+from exgrpo_cli.tables.files import write_json as write_json
+from exgrpo_cli.tables.files import write_text as write_text
+from exgrpo_cli.tables.parts import WHOLE as WHOLE
+from exgrpo_cli.tables.parts import Shard as Shard
+from exgrpo_cli.tables.parts import chunked as chunked
+from exgrpo_cli.tables.parts import divisions as divisions
+from exgrpo_cli.tables.parts import parquet_files as parquet_files
+from exgrpo_cli.tables.parts import parse_shard as parse_shard
+from exgrpo_cli.tables.parts import part_name as part_name
+from exgrpo_cli.tables.parts import part_number as part_number
+from exgrpo_cli.tables.parts import require_all_parts as require_all_parts
+from exgrpo_cli.tables.parts import require_one_division as require_one_division
+from exgrpo_cli.tables.schemas import EQUAL_LENGTHS as EQUAL_LENGTHS
+from exgrpo_cli.tables.schemas import KEYS as KEYS
+from exgrpo_cli.tables.schemas import SCHEMAS as SCHEMAS
+from exgrpo_cli.tables.schemas import WORDS as WORDS
+from exgrpo_cli.tables.schemas import frame as frame
+from exgrpo_cli.tables.schemas import polars_schema as polars_schema
+from exgrpo_cli.tables.schemas import row_seed as row_seed
+from exgrpo_cli.tables.schemas import token_hash as token_hash
+from exgrpo_cli.tables.table import check_columns as check_columns
+from exgrpo_cli.tables.table import read_table as read_table
+from exgrpo_cli.tables.table import write_frames as write_frames
+from exgrpo_cli.tables.table import write_table as write_table
