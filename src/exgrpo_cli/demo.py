@@ -108,7 +108,6 @@ def work_out(
     """The response: ``7+5=12;12*3=16;16-8=8;\\boxed{8}``.
 
     Args:
-        chain: the problem.
         slips: probability, by operator, that a result is off by one (up or down); the
             operations after it go on from the wrong value. None: correct work.
         rng: source of the slips; needed with ``slips``.
@@ -156,9 +155,6 @@ def write_demo_problems(out: Path, seed: int = 0, start: Start = DEMO) -> dict[s
     """Write ``train.jsonl``, ``heldout.jsonl`` and ``ood.jsonl`` into a folder.
 
     The same seed gives the same bytes.
-
-    Returns:
-        The path of each split.
 
     Raises:
         InputError: the folder is a file.
@@ -235,10 +231,7 @@ def make_demo_model(
     Args:
         out: the folder to write: a plain Hugging Face folder in float32, with tokenizer.
         seed: of the weights and of the warm-up's problems.
-        log: for a line of progress now and then.
-        device: where to train.
         start: the demo's, or the weak one.
-        force: whether a folder that is already there is replaced.
         steps: optimizer steps of the two phases; default those of ``start``.
         samples: held-out problems for the accuracy, at most 300; 0 measures none.
 
@@ -285,11 +278,7 @@ def make_demo_model(
 
 
 def target_folder(out: Path, force: bool) -> None:
-    """Refuse a folder for a model that is a file, or (without ``force``) holds something.
-
-    Raises:
-        InputError: it is, or does.
-    """
+    """Refuse a folder for a model that is a file, or (without ``force``) holds something."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; give a folder for the demo model")
     if out.is_dir() and any(out.iterdir()) and not force:

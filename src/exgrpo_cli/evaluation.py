@@ -29,7 +29,6 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
     Args:
         n: samples of each problem, integers of any shape.
         c: how many of them are right; broadcast against n.
-        k: samples drawn.
 
     Returns:
         float64, one estimate a problem; for k = 1 it is c / n.
@@ -61,10 +60,6 @@ def bootstrap_interval(
         values: one value a problem, ``[problems]``.
         resamples: how many resampled sets.
         seed: the same seed and values, in any order, give the same interval.
-        level: of confidence.
-
-    Returns:
-        ``(low, high)``.
 
     Raises:
         ValueError: no values, or values that are not finite.
@@ -106,7 +101,6 @@ def t_half_width(values: ArrayLike, level: float = 0.95) -> float | None:
 
     Args:
         values: independent ones, or differences of pairs; any shape.
-        level: of confidence.
 
     Returns:
         t · s / √n; None where there are fewer than two values.
@@ -156,7 +150,6 @@ def summarise(
             and ``tokens`` (response length).
         ks: the k of pass@k; one above the fewest samples of a row's problems is left out there.
         bootstrap: resamples of the 95% intervals.
-        seed: of the resampling.
 
     Returns:
         ``(rows, overall)``: a row a source, in alphabetical order, and the same over everything,
@@ -203,7 +196,6 @@ def average_of_sources(frame: pl.DataFrame, bootstrap: int, seed: int) -> dict[s
     Args:
         frame: as for :func:`summarise`.
         bootstrap: resamples of the 95% interval; problems are resampled within their source.
-        seed: of the resampling.
 
     Returns:
         ``pass@1``, ``low`` and ``high``; None where there is one source.

@@ -40,7 +40,6 @@ def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]
     """Environment variables for processes that share this machine's devices.
 
     Args:
-        count: how many processes.
         gpus_each: how many GPUs one takes.
 
     Returns:

@@ -31,11 +31,7 @@ def learning_curve(metrics: Metrics, width: int = 40) -> str:
         step    10  0.472 [0.436, 0.509]  █████████████████▓▓░
 
     Args:
-        metrics: lines of ``metrics.jsonl``.
         width: characters of a bar of 1.0.
-
-    Returns:
-        Lines of text; empty when there is nothing to draw.
     """
     blocks = []
     for name in evaluation_names(metrics):
@@ -74,7 +70,6 @@ def series(metrics: Metrics, name: str | tuple[str, str]) -> list[Point]:
     """(step, value) of a metric, where it is there and finite, in step order.
 
     Args:
-        metrics: lines of ``metrics.jsonl``.
         name: the metric; or two, for the first one's share of the second.
     """
     if not isinstance(name, str):
@@ -98,7 +93,6 @@ def evaluation_names(metrics: Metrics, by_source: bool = False) -> list[str]:
     """The names in ``eval/NAME/pass@1``, in order of appearance.
 
     Args:
-        metrics: lines of ``metrics.jsonl``.
         by_source: the ``NAME/SOURCE`` ones instead of the whole sets.
     """
     suffix = "/pass@1"
@@ -162,9 +156,6 @@ def busy(spans: Iterable[Span]) -> Callable[[float], float]:
 
 def spent(metrics: Metrics) -> dict[str, list[Point]]:
     """What a run had spent before each step, of all steps before it together.
-
-    Args:
-        metrics: lines of ``metrics.jsonl``.
 
     Returns:
         (step, sum) from step 0 up to the first step that has no such number, of ``tokens`` (that

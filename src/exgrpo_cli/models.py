@@ -45,9 +45,6 @@ def check_policy(path: str) -> None:
     """Refuse what cannot be a policy, before anything heavy is loaded.
 
     A name that is no folder here is taken for a hub name when it looks like one (``org/name``).
-
-    Raises:
-        InputError: no path, no such folder, no config.json or no weights in it, or it was removed.
     """
     if not path:
         raise InputError("no policy given: set model.path in the recipe, or give --policy")
@@ -78,9 +75,6 @@ def check_hub(name: str) -> None:
 
     Left to itself, opening one asks for each file again and again, and looking up the host's name
     alone can take half a minute; so one question is asked, in a thread that is not waited for.
-
-    Raises:
-        InputError: not in the cache, and no network (or HF_HUB_OFFLINE), or not on the hub.
     """
     from huggingface_hub import (
         constants,
@@ -122,7 +116,6 @@ def load_config(path: str, trust_remote_code: bool = False) -> Any:
 
     Args:
         path: a folder or a hub name, not an adapter.
-        trust_remote_code: for configurations that come with code.
 
     Raises:
         InputError: there is none that transformers can open.
@@ -141,9 +134,6 @@ def check_tokenizer(path: str) -> str:
 
     Returns:
         The folder or hub name whose tokenizer it is: an adapter's own, or its base model's.
-
-    Raises:
-        InputError: no tokenizer in the folder.
     """
     has_own = not is_adapter(path) or (Path(path) / "tokenizer_config.json").is_file()
     source = path if has_own else adapter_base(path)
@@ -251,8 +241,6 @@ def load_model(
     Args:
         path: a Hugging Face folder, a PEFT adapter folder, or a hub name.
         settings: attention implementation and whether remote code may run.
-        device: where it goes.
-        dtype: of its weights.
 
     Returns:
         The model (a ``peft.PeftModel`` for an adapter), without gradients switched off.
@@ -291,7 +279,6 @@ def put_on(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 
     Args:
         model: its base, which is changed in place.
-        adapter: a PEFT adapter folder.
 
     Raises:
         InputError: the adapter is damaged, or of another model; names the first tensor.
@@ -327,11 +314,7 @@ def adapter_tensors(adapter: str) -> dict[str, list[int]]:
 
 
 def check_adapter(adapter: str, settings: ModelSettings) -> None:
-    """Refuse an adapter that its base model has no place for, without loading weights.
-
-    Raises:
-        InputError: see :func:`put_on`.
-    """
+    """Refuse an adapter that its base model has no place for, without loading weights."""
     import torch
 
     base = adapter_base(adapter)

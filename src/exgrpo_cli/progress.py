@@ -96,7 +96,6 @@ def progress(what: str, total: int, log: Log) -> Iterator[Advance]:
     Args:
         what: a few words, such as ``rollout step 7``.
         total: how many items there are.
-        log: gets a plain line every half minute when stderr is no terminal.
     """
     began = time.monotonic()
     if _shown is not None:

@@ -29,15 +29,11 @@ def removable(
     """The policies that may go.
 
     Args:
-        policies: the steps whose policies are there.
         recent: how many of the last steps' stay, at least 1.
         every: those whose step is a multiple of it stay; 0: none for that reason.
         evaluated: accuracies, by problem set and step. Of each set the best one that is there
             stays; of several equally good ones the earliest.
         needed: those that something else still needs.
-
-    Returns:
-        Their steps, in order.
     """
     newest = max(policies, default=0)
     kept = {step for step in policies if step > newest - recent or (every and step % every == 0)}
@@ -54,14 +50,10 @@ def prune_policies(run: RunDir, recipe: Recipe, after: int) -> list[int]:
     comes first, so a policy of which a kill has left a part is none, and goes the next time.
 
     Args:
-        run: the run directory.
         recipe: ``train.keep_policies``, ``train.keep_every``; ``evaluate`` and ``model``, whose
             policies are needed.
         after: the step whose policy was trained or evaluated; where it is not the newest one, an
             earlier step is being trained again, and nothing is removed.
-
-    Returns:
-        The steps whose policies were removed.
     """
     made = run.steps("policy")
     if not made or made[-1] != after:

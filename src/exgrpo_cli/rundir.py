@@ -171,7 +171,6 @@ class RunDir:
         """The policy that step samples from: ``policy/step-…``, or for step 0 the initial model.
 
         Args:
-            step: t.
             initial: the recipe's ``model.path`` (a folder or a hub name).
 
         Raises:
@@ -217,7 +216,6 @@ class RunDir:
         doubled when a job is killed, or when several stages record at the same time.
 
         Args:
-            step: t.
             stage: the file's name.
             metrics: slash-grouped names (``reward/mean``) to numbers; what is not finite is null.
             widen: a time that others recorded as ``..._began`` stays where it is earlier, and one
@@ -377,11 +375,7 @@ def why_removed(policy: Path) -> str | None:
 
 
 def refuse_removed(policy: Path) -> None:
-    """Refuse what is only the place of a policy.
-
-    Raises:
-        InputError: it was removed, with the commands that make it again; or it lies elsewhere.
-    """
+    """Refuse what is only the place of a policy."""
     why = why_removed(policy)
     if why is None:
         return

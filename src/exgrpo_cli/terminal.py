@@ -12,7 +12,6 @@ def harmless(text: str, keep: str = "\n\t") -> str:
     r"""The text with control characters written out (``\x1b``): a terminal would obey them.
 
     Args:
-        text: anything.
         keep: control characters that stay.
     """
     return _HARMFUL.sub(lambda match: match[0] if match[0] in keep else _written(match[0]), text)

@@ -155,13 +155,8 @@ class Shared:
         With ``--dry-run`` it is printed, and that is all.
 
         Args:
-            run: the run directory.
             stage: whether the command is a stage, which must sample as the run's others do.
             **flags: named ``section__key``; None where not given.
-
-        Raises:
-            InputError: see :func:`exgrpo_cli.recipe.load_recipe`; a stage's sampling is not the
-                run's.
         """
         from exgrpo_cli.recipe import SAMPLED_BY, differences, load_recipe, to_toml
         from exgrpo_cli.rundir import RunDir
@@ -272,9 +267,7 @@ def open_step(
     here in peace: make or SLURM may have sent it ahead.
 
     Args:
-        shared: says how a result is printed.
         run: the run directory; None for loose files.
-        number: as told.
         kind: of what the stage reads: ``policy``, ``rollouts`` or ``curated``.
         needs: options that loose files need, by name.
         source: the input itself, where it is given: then the step is 0 unless it is told.

@@ -117,12 +117,7 @@ def engine_count(recipe: Recipe) -> int:
 
 
 def open_engines(recipe: Recipe, policy: str) -> Engine:
-    """Load a policy into :func:`engine_count` engines as one; a single one in this process.
-
-    Raises:
-        InputError: see :func:`open_engine`; too few GPUs.
-        StageError: a process ended.
-    """
+    """Load a policy into :func:`engine_count` engines as one; a single one in this process."""
     if engine_count(recipe) == 1:
         return open_engine(recipe, policy)
     from exgrpo_cli.engines.parallel import ParallelEngine

@@ -11,12 +11,7 @@ from exgrpo_cli.recipe import ModelSettings, Recipe
 
 
 def positions(policy: str, trust_remote_code: bool = False) -> int | None:
-    """The most tokens that a policy's config allows for; None where it does not say.
-
-    Args:
-        policy: a folder, an adapter, or a hub name.
-        trust_remote_code: for configurations that come with code.
-    """
+    """The most tokens that a policy's config allows for; None where it does not say."""
     base = adapter_base(policy) if is_adapter(policy) else policy
     config = load_config(base, trust_remote_code)
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -32,11 +27,7 @@ def longest_row(recipe: Recipe, policy: str) -> int:
 
 
 def check_lengths(requests: Sequence[Request], longest: int) -> None:
-    """Refuse prompts that are empty or leave no room for a token.
-
-    Raises:
-        InputError: naming the first.
-    """
+    """Refuse prompts that are empty or leave no room for a token."""
     for request in requests:
         if not 0 < len(request.prompt_ids) < longest:
             raise InputError(

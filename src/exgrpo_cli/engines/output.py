@@ -138,7 +138,6 @@ def explained(error: str, text: str) -> str:
     """Why vLLM did not start and what can be done, in one line.
 
     Args:
-        error: what was raised in this process.
         text: what the others wrote.
     """
     cause = root_cause(text)

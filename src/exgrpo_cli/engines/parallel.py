@@ -72,12 +72,7 @@ class ParallelEngine:
     """``rollout.processes`` engines as one (see :class:`exgrpo_cli.engines.Engine`)."""
 
     def __init__(self, recipe: Recipe, policy: str) -> None:
-        """Start the processes and open the policy in each, all at the same time.
-
-        Raises:
-            InputError: too few GPUs, or the policy cannot be opened.
-            StageError: a process ended.
-        """
+        """Start the processes and open the policy in each, all at the same time."""
         check_policy(policy)
         self.name = resolve_engine(recipe.rollout.engine)
         self._workers: list[_Worker] = []
@@ -94,7 +89,6 @@ class ParallelEngine:
 
         Raises:
             InputError: the policy cannot be opened.
-            StageError: a process ended.
         """
         self._tell("load", policy)
 
@@ -105,10 +99,6 @@ class ParallelEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield every request's completion once, as they finish. Ends with all processes ended
         where one fails, or the caller stops listening.
-
-        Raises:
-            InputError: see the engine.
-            StageError: a process ended.
         """
         busy: dict[Connection[Any, Any], _Worker] = {}
         try:

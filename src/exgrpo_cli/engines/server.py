@@ -51,11 +51,7 @@ class ServerEngine:
     name = "server"
 
     def __init__(self, recipe: Recipe, policy: str) -> None:
-        """Find the policy on the server.
-
-        Raises:
-            InputError: no address, no vLLM there, or it serves another policy.
-        """
+        """Find the policy on the server."""
         self._recipe = recipe
         self._url = recipe.rollout.url.rstrip("/").removesuffix("/v1")
         try:
@@ -236,12 +232,7 @@ class ServerEngine:
     async def _ask(
         self, client: httpx.AsyncClient, request: Request, sampling: Sampling, **more: Any
     ) -> dict[str, Any]:
-        """The server's choice for a row.
-
-        Raises:
-            InputError: it refuses the row (a status from 400 to 499), or answers as no vLLM does.
-            StageError: no connection, or no answer, after some tries.
-        """
+        """The server's choice for a row."""
         body = {
             "model": self._model,
             "prompt": request.prompt_ids,
@@ -289,9 +280,6 @@ class ServerEngine:
         """Whether log-probabilities are of logits / T: then their differences grow by 1 / T.
 
         At T = 1 both modes are the same, and nothing needs to be checked.
-
-        Raises:
-            InputError: they are of the logits as they are (the server's default).
         """
         gaps = []
         for temperature in (1.0, sampling.temperature):
@@ -308,11 +296,7 @@ class ServerEngine:
             )
 
     def _options(self, seconds: float | None) -> dict[str, Any]:
-        """What httpx's clients are made with; ``seconds`` to wait for an answer.
-
-        Raises:
-            InputError: VLLM_API_KEY cannot be a key.
-        """
+        """What httpx's clients are made with; ``seconds`` to wait for an answer."""
         key = os.environ.get("VLLM_API_KEY", "").strip()
         if not (key.isascii() and key.isprintable()):
             raise InputError("VLLM_API_KEY: has characters that an HTTP header does not take")

@@ -40,11 +40,7 @@ class TransformersEngine:
     name = "transformers"
 
     def __init__(self, recipe: Recipe, policy: str) -> None:
-        """Load a policy.
-
-        Raises:
-            InputError: no such device, or the policy cannot be opened.
-        """
+        """Load a policy."""
         self._settings = recipe.model
         self._batch_size = recipe.rollout.batch_size
         self._device = resolve_device(recipe.rollout.device)

@@ -44,11 +44,7 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(self, recipe: Recipe, policy: str) -> None:
-        """Start vLLM with a policy; takes from half a minute to some minutes.
-
-        Raises:
-            InputError: the policy cannot be opened.
-        """
+        """Start vLLM with a policy; takes from half a minute to some minutes."""
         self._recipe = recipe
         self._llm: Any = None
         self._loads = 0
@@ -278,11 +274,7 @@ def _completion(request: Request, output: Any, sampling: Sampling, vocabulary: i
 
 
 def _lora_rank(policy: str, rank: int) -> int:
-    """The smallest rank vLLM has that holds both ``rank`` and the adapter's own.
-
-    Raises:
-        InputError: the rank is above what vLLM has.
-    """
+    """The smallest rank vLLM has that holds both ``rank`` and the adapter's own."""
     if is_adapter(policy):
         file = Path(policy) / "adapter_config.json"
         rank = max(rank, int(json.loads(file.read_text(encoding="utf-8")).get("r") or 1))

@@ -21,7 +21,6 @@ class WorkerExtension:
         """Have the engine end once the process that opened it is gone, however that ended.
 
         Args:
-            parent: its process id.
             cores: those of the processes that it has started.
         """
 

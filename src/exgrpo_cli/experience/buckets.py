@@ -43,9 +43,6 @@ def draw_counts(
         log_weights: of the buckets that hold questions.
         draw: questions wanted.
         rng: only its ``random()`` is used, which is the same in every version of Python.
-
-    Raises:
-        InputError: see :func:`bucket_probabilities`.
     """
 
     def pick(probabilities: Mapping[int, float]) -> int:

@@ -32,7 +32,6 @@ def choose(experience: Experience, step: int, files: StepFiles | None) -> None:
 
     Args:
         experience: as it stands before the step.
-        step: t.
         files: of the step, with the candidates' scores under its policy where they were scored;
             None where nothing of it was sampled yet.
     """
@@ -180,11 +179,7 @@ def _check_lists(
     columns: Sequence[str],
     paths: Iterable[Path],
 ) -> None:
-    """Refuse what was fetched into a working table where a value in it cannot be.
-
-    Raises:
-        InputError: naming the file, the column and the row.
-    """
+    """Refuse what was fetched into a working table where a value in it cannot be."""
     wrong, rows, different = con.execute(
         f"SELECT count(*) FILTER (WHERE {faulty(table, columns)}), count(*),"
         f" count(DISTINCT rollout_id) FROM {working}"

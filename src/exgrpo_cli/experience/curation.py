@@ -80,12 +80,7 @@ class Curation:
 
     @classmethod
     def read(cls, run: RunDir, log: Log = quiet) -> Curation | None:
-        """None where that is not known, or a table is missing or not the one that was written.
-
-        Args:
-            run: the run directory.
-            log: gets a line about a table that was changed.
-        """
+        """None where that is not known, or a table is missing or not the one that was written."""
         try:
             found = json.loads(run.curation.read_text(encoding="utf-8"))
             if found["version"] != _VERSION:
@@ -156,11 +151,7 @@ def _file_digest(path: Path) -> str:
 
 
 def refuse_changed_tables(run: RunDir) -> None:
-    """Refuse tables that are not those that curation wrote, where that is known.
-
-    Raises:
-        InputError: naming the table.
-    """
+    """Refuse tables that are not those that curation wrote, where that is known."""
     changed: list[str] = []
     Curation.read(run, changed.append)
     if changed:

@@ -222,11 +222,7 @@ def _refuse(files: StepFiles, found: Mapping[str, Any]) -> None:
     """What is wrong between a step's files, each of which is sound by itself.
 
     Args:
-        files: the step's.
         found: the row of ``step_faults``.
-
-    Raises:
-        InputError: always.
     """
     run, step, verdicts = files.run, files.step, files.verdicts[0].parent
     if found["doubled"] is not None:

@@ -27,7 +27,6 @@ def draw_plan(experience: Experience, step: int) -> tuple[pl.DataFrame, int]:
 
     Args:
         experience: with the ids of the problem set in ``problems``.
-        step: the step that is planned.
     """
     con, recipe = experience.con, experience.recipe
     samples = recipe.rollout.samples
@@ -83,7 +82,6 @@ def first_plan(problems: Path, recipe: Recipe, log: Log = quiet) -> pl.DataFrame
         problems: the ``problems`` table.
         recipe: ``curate.questions`` questions are drawn (all of them where there are fewer), with
             ``rollout.samples`` samples each, by ``seed``.
-        log: for a one-line message where there are fewer.
 
     Raises:
         InputError: no such file, not a problems table, or no problem in it.
@@ -115,11 +113,7 @@ def all_retired(run: RunDir, step: int) -> bool:
 
 
 def require_plan(run: RunDir, step: int) -> Path:
-    """The step's plan.
-
-    Raises:
-        InputError: it has none.
-    """
+    """The step's plan."""
     path = run.plan(step)
     if not path.exists():
         stage, before = ("rollout", 0) if step == 0 else ("curate", step - 1)

@@ -54,8 +54,6 @@ class Experience:
         """An empty one, with the ids of the run's problems in the working table ``problems``.
 
         Args:
-            run: whose history it is derived from.
-            recipe: its rules.
             spill: folder for what does not fit into memory; default a hidden one in the run.
 
         Raises:

@@ -48,9 +48,7 @@ def choices(run: RunDir, recipe: Recipe, log: Log = quiet) -> Iterator[Choice]:
     was a candidate of the run then, and otherwise those of its collection.
 
     Args:
-        run: the run directory.
         recipe: ``curate``, ``rollout.samples`` and ``seed``.
-        log: for a one-line message where the last step is not whole.
 
     Yields:
         One for each step that has rollouts, and one for the step after the last.

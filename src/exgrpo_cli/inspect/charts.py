@@ -116,14 +116,11 @@ def _frame(
     """A chart: caption, legend, and the SVG with its tick labels over it.
 
     Args:
-        title: the heading.
-        note: what is drawn, in a line.
         label: the same for those who do not see it, with the numbers.
         body: SVG elements in ``_WIDTH`` times ``_HEIGHT``.
         legend: (colour class, label).
         x_ticks: (x, text).
         y_ticks: (y, text); each gets a grid line.
-        wide: over the whole page.
         axis: what lies on the x axis, in a short word.
     """
     grid = "".join(f'<path class="grid" d="M0 {y:.1f}H{_WIDTH:.0f}"></path>' for y, _ in y_ticks)
@@ -165,14 +162,10 @@ def line_chart(
     says so.
 
     Args:
-        title: the heading.
-        note: what is drawn.
         lines: the series; empty ones are left out, and the others keep their colours.
         bands: an interval of each series, in the same order.
         bounds: the axis reaches at least these values.
-        text: how a value is written.
         mark: a vertical line: (step, label).
-        wide: over the whole page.
         axis: ``step``, or the unit of what stands in its place.
     """
     shown = [(i, label, points) for i, (label, points) in enumerate(lines) if points]
@@ -246,11 +239,7 @@ def stack_chart(
     Where there are more than 100 steps, neighbouring ones share a column, which shows their mean.
 
     Args:
-        title: the heading.
-        note: what is drawn.
         layers: (colour class, label, points), the lowest first; a missing step counts as 0.
-        text: how a value is written.
-        wide: over the whole page.
     """
     shown = [layer for layer in layers if layer[2]]
     steps = sorted({step for _, _, points in shown for step, _ in points})
@@ -307,8 +296,6 @@ def timeline_chart(
     """Lanes of bars over time as an HTML figure; empty when there is no bar.
 
     Args:
-        title: the heading.
-        note: what is drawn.
         lanes: label and bars, the highest first: (begin and end in seconds, what it is).
     """
     bars = [bar for _, own in lanes for bar in own]

@@ -33,7 +33,6 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
     """The figures of some arms, by evaluated set, and their differences to one of them.
 
     Args:
-        arms: see :func:`exgrpo_cli.inspect.arms.arms`.
         baseline: the name of the arm that the others are compared with; default the first.
 
     Returns:
@@ -108,7 +107,6 @@ def mean_curve(
     """An arm's mean over the runs that have a step, and the lowest and highest of them.
 
     Args:
-        arm: the runs.
         points: (step, value) of a run.
         axis: ``step``, or one of :data:`COSTS`: then the mean of what they had spent at the step.
         whole: only steps that all of the arm's runs have.

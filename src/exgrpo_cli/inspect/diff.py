@@ -28,11 +28,8 @@ def diff(run: RunDir, recorded: Recipe, other: Recipe, log: Log = quiet) -> dict
     each step answers "given what was sampled so far, what would be replayed now".
 
     Args:
-        run: the run directory.
-        recorded: the run's recipe.
         other: the recipe that it is compared with; only ``curate``, ``rollout.samples`` and
             ``seed`` matter.
-        log: for one-line messages.
 
     Returns:
         ``settings`` (dotted key to both values), ``plans_as_recorded`` (of the steps that have a

@@ -49,7 +49,6 @@ def example_groups(
     """Groups of some steps.
 
     Args:
-        run: the run directory.
         recipe: ``objective``, which says what an advantage is.
         steps: default the last step and the last ones whose policy was evaluated, newest first.
         each: of each kind in a step.

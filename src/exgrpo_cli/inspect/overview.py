@@ -36,7 +36,6 @@ def overview(run: RunDir, step: int) -> dict[str, Any]:
     """Numbers of a run, from its tables and metrics.
 
     Args:
-        run: the run directory.
         step: of the newest policy; ages count from it.
 
     Returns:

@@ -20,9 +20,7 @@ def render(template: str, values: Mapping[str, Any], script: str = "") -> str:
     """A page as text.
 
     Args:
-        template: its name in this folder.
         values: what it asks for; ``name`` and ``about`` are the heading.
-        script: the name of its script in this folder; empty for none.
     """
     import jinja2
 

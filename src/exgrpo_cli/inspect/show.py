@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 def describe(path: Path) -> dict[str, Any]:
     """What ``show`` says, as plain data.
 
-    Args:
-        path: a run directory, an evaluation's folder, a table file, or a folder of its parts.
-
     Returns:
         ``kind`` is ``run``, ``evaluation`` or ``table``; the rest depends on it.
 
@@ -41,12 +38,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def show(path: Path, console: Console) -> None:
-    """Print one screen about a path; see :func:`describe`.
-
-    Args:
-        path: as for :func:`describe`.
-        console: where to.
-    """
+    """Print one screen about a path; see :func:`describe`."""
     found = describe(path)
     if found["kind"] == "run":
         console.print(status.format_status(found), markup=False, highlight=False, soft_wrap=True)

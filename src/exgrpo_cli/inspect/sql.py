@@ -53,9 +53,6 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     those of the views. What is created lives in memory; no file is within reach but the run's,
     nothing is installed or fetched, and no setting can be changed.
 
-    Args:
-        run: a run directory.
-
     Raises:
         InputError: no such directory, or no file of a run in it, or a damaged one.
     """
@@ -103,11 +100,9 @@ def answer(con: duckdb.DuckDBPyConnection, text: str, form: str, out: TextIO) ->
     """Run SQL and write what it returns.
 
     Args:
-        con: of :func:`open_run`.
         text: one or more statements.
         form: ``table``, ``csv`` (with a header; lists and structs as JSON) or ``json`` (an object
             a line).
-        out: where to.
 
     Raises:
         InputError: SQL that DuckDB refuses (its words in one line), or that writes files.
@@ -308,12 +303,7 @@ def sql(run: Path, query: str | None, form: str) -> None:
     """Answer a query about a run on stdout; without one, those of stdin or of a prompt.
 
     Args:
-        run: a run directory.
         query: SQL; None reads stdin, or asks at a prompt where stdin is a terminal.
-        form: one of :data:`FORMATS`.
-
-    Raises:
-        InputError: see :func:`open_run` and :func:`answer`.
     """
     interrupts.end()  # there is nothing to take back
     with open_run(run) as con:

@@ -49,7 +49,6 @@ def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
     """What :func:`describe` found, for a terminal.
 
     Args:
-        found: the description.
         tasks: of the arrays that share a step's parts; by default one a part.
     """
     step = found["step"]

@@ -34,7 +34,6 @@ def options_in(row: Mapping[str, Any], told: str | None = None) -> list[tuple[st
     ``label`` (ARC), letters with texts (MedQA), and columns A, B, C, ... (MMLU as CSV).
 
     Args:
-        row: by column.
         told: the column that holds them, where the user says so.
 
     Raises:
@@ -119,7 +118,6 @@ def gold_letters(
     It may be given as the option's label, its place from 0, or its text.
 
     Args:
-        row: by column.
         options: as :func:`options_in` gives them.
         told: the column that names it, where the user says so.
 

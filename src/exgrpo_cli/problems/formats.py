@@ -136,13 +136,9 @@ def detect(file: Path, columns: Sequence[str], rows: Rows, told: Mapping[str, st
     """The formats that a file fits, the most specific first.
 
     Args:
-        file: for the message.
         columns: its columns.
         rows: its first rows.
         told: the columns that the user names, by field (:data:`FIELDS`).
-
-    Raises:
-        InputError: none.
     """
     rows = [by_known_names(row) for row in rows]
     if {"question", "answer", "options"} & set(told):
@@ -162,22 +158,14 @@ def detect(file: Path, columns: Sequence[str], rows: Rows, told: Mapping[str, st
 
 
 def check_fields(told: Mapping[str, str]) -> None:
-    """Refuse a field that no format has.
-
-    Raises:
-        InputError: naming it.
-    """
+    """Refuse a field that no format has."""
     for name, column in told.items():
         if name not in FIELDS:
             raise InputError(f"--columns {name}={column}: known are {', '.join(FIELDS)}")
 
 
 def check_columns(file: Path, columns: Sequence[str], fmt: str, told: Mapping[str, str]) -> None:
-    """Refuse a file that lacks a column that its format or the user names.
-
-    Raises:
-        InputError: naming the column.
-    """
+    """Refuse a file that lacks a column that its format or the user names."""
     found = ", ".join(columns) or "none"
     for field, column in told.items():
         if column not in columns and column.partition(".")[0] not in columns:

@@ -39,10 +39,8 @@ def generate(
     Args:
         source: ``reasoning_gym:KIND,KIND``.
         count: problems of each kind, all different; fewer where it has no more, and that is said.
-        seed: of all kinds.
         options: of every kind that has an option of this name, or of one: ``KIND.OPTION``.
         verifier: None: the kind's own scorer.
-        log: takes one-line messages.
 
     Raises:
         InputError: no such kind or option, with the nearest one; a value that the kind refuses;
@@ -93,11 +91,7 @@ def generate(
 def _shared_out(
     source: str, names: Mapping[str, Sequence[str]], options: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Each kind's options out of those that were given.
-
-    Raises:
-        InputError: one that no kind has.
-    """
+    """Each kind's options out of those that were given."""
     given: dict[str, dict[str, Any]] = {kind: {} for kind in names}
     for key, value in options.items():
         kind, dot, option = key.rpartition(".")

@@ -122,7 +122,6 @@ def import_problems(
         source: the set's name, for rows that name none; by default the file's name.
         limit: only the first so many problems.
         dedupe: keep only the first of rows with the same question (white space aside).
-        log: takes one-line messages.
         columns: the set's column for a field, where detection fails: ``question``, ``answer``,
             ``options``, ``id``, ``source``, ``verifier``.
         skip_bad: leave out rows that cannot be read, and count them.

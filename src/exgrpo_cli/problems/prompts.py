@@ -28,7 +28,6 @@ def render_prompt(
 
     Args:
         prompt: messages with ``role`` and ``content``.
-        tokenizer: the policy's.
         settings: template, chat_template_kwargs, plain_template, system and replace_system.
 
     Raises:

@@ -229,7 +229,6 @@ def _golds(row: Row, how: Reading, verifier: str, said: str | None = None) -> li
     """A row's gold answers.
 
     Args:
-        row: by known names.
         how: its format, and columns that were told.
         verifier: what judges it.
         said: what the assistant answered at the end of a chat.

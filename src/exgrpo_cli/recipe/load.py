@@ -91,11 +91,7 @@ _GONE: dict[str, tuple[Any, str | Callable[[Any], str]]] = {
 
 
 def _without_gone(values: dict[str, Any], origin: str, flags: Mapping[str, str]) -> dict[str, Any]:
-    """The values without keys of earlier versions, where these stood at their defaults.
-
-    Raises:
-        InputError: one was set to something else; says what to write instead.
-    """
+    """The values without keys of earlier versions, where these stood at their defaults."""
     kept = {
         name: dict(value) if isinstance(value, dict) else value for name, value in values.items()
     }
@@ -117,7 +113,6 @@ def parse_recipe(
 
     Args:
         values: as read from TOML.
-        origin: a file name or flag, for the messages.
         flags: what gave a key its value, by dotted key, where that was not ``origin``.
 
     Raises:

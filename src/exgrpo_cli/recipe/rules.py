@@ -130,12 +130,7 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 
 def fault(name: str, expression: str) -> str | None:
-    """What is wrong with a rule, in one line; None where it can be used.
-
-    Args:
-        name: a key of :data:`RULES`.
-        expression: the rule as written.
-    """
+    """What is wrong with a rule, in one line; None where it can be used."""
     import duckdb
 
     rule = RULES[name]
@@ -252,7 +247,6 @@ def as_sql(name: str, expression: str, row: str, kind: str | None = None) -> str
     """A rule as it stands in a query: what it must not give is an error that names the row.
 
     Args:
-        name: a key of :data:`RULES`.
         expression: the rule, without :func:`fault`.
         row: SQL for the row's name.
         kind: of the value; default the rule's.

@@ -23,12 +23,7 @@ def discard_after(run: RunDir, step: int, lag: int = 0) -> list[int]:
     tables ``experience`` and ``questions`` are derived anew by the next curate.
 
     Args:
-        run: the run directory.
-        step: t.
         lag: ``loop.lag``: the step, and those after it, are sampled by policies from t - lag on.
-
-    Returns:
-        The steps whose policies were removed.
 
     Raises:
         InputError: the policy or the optimizer's state is gone, so that the step could not be

@@ -45,11 +45,8 @@ def evaluate_set(
     """Evaluate a run's policy of a step on one problem set and record the metrics.
 
     Args:
-        session: the run.
-        step: whose policy.
         name: the set's name in paths and metrics.
         source: its problems, in any known format.
-        force: import the problems and evaluate again.
 
     Raises:
         InputError: the run was evaluated on another set of this name; see the stage.

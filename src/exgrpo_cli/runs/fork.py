@@ -41,7 +41,6 @@ def fork(
         step: N, of the policy that the new run begins with: its first step is N.
         recipe: of the new run; where it names no model or no problems they are the other's.
         fresh_optimizer: leave the optimizer's state behind.
-        log: gets plain lines.
 
     Returns:
         The recipe, whole.
@@ -97,11 +96,7 @@ def _completed(recipe: Recipe, other: Recipe) -> Recipe:
 
 
 def _is_there(run: RunDir, origin: dict[str, Any]) -> bool:
-    """Whether the run was made from the same origin before.
-
-    Raises:
-        InputError: it is another one.
-    """
+    """Whether the run was made from the same origin before."""
     if not run.root.exists() or (run.root.is_dir() and not any(run.root.iterdir())):
         return False
     found = run.origin()

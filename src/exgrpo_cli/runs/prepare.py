@@ -158,7 +158,6 @@ def import_into(
         source: a file or folder in any known format.
         recipe: ``problems`` and ``rollout.max_prompt_tokens``.
         policy: whose tokenizer counts; None keeps every length.
-        log: gets what was dropped.
         name: the set's name, where rows have none.
         dedupe: whether a question that stands several times enters once.
         held_out: whether it is for evaluation: of ``problems`` only the verifier counts, the rest
@@ -168,10 +167,6 @@ def import_into(
 
     Returns:
         The importer's report, with ``too_long`` and ``problems`` (how many were kept).
-
-    Raises:
-        InputError: see :func:`exgrpo_cli.problems.import_problems`; nothing left; ``out`` is the
-            source itself, a folder, or no .parquet file.
     """
     from exgrpo_cli.problems import import_problems
 

@@ -23,12 +23,7 @@ def provenance_file(run: RunDir) -> Path:
 
 
 def record_provenance(run: RunDir, recipe: Recipe) -> None:
-    """Add this start to the run's; one that differs only in its time from the last is counted.
-
-    Args:
-        run: the run directory.
-        recipe: its seed.
-    """
+    """Add this start to the run's; one that differs only in its time from the last is counted."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     here = {
         "exgrpo": metadata.version("exgrpo-cli"),

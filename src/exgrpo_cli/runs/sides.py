@@ -39,15 +39,7 @@ def run_side(side: Side, run: RunDir, recipe: Recipe, log: Log, tick: Callable[[
     """Do one side of a run to its end.
 
     Args:
-        side: which.
-        run: the run directory, with its recipe and problems.
-        recipe: the run's.
-        log: gets a line a step.
         tick: called after each step that was trained.
-
-    Raises:
-        InputError: see the stages.
-        StageError: likewise.
     """
     if side == "train":
         _train(run, recipe, log, tick)
@@ -195,12 +187,7 @@ class _Process:
                 log(line)
 
     def check(self) -> None:
-        """Refuse that it has ended badly.
-
-        Raises:
-            InputError: with bad input.
-            StageError: it has failed, or was killed.
-        """
+        """Refuse that it has ended badly."""
         code = self.process.returncode
         if not code:
             return
@@ -220,14 +207,8 @@ def side_by_side(run: RunDir, shares: Shares, log: Log, tick: Callable[[], None]
     Where one ends badly, so does the other. Neither outlives this process.
 
     Args:
-        run: the run directory, with its recipe and problems.
         shares: of the machine.
-        log: gets what they say.
         tick: called now and then.
-
-    Raises:
-        InputError: of a side.
-        StageError: of a side; or it was killed.
     """
     log(f"loop.lag: sampling and training at the same time, {shares.words}")
     started: list[_Process] = []

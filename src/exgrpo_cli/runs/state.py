@@ -149,8 +149,6 @@ def describe_step(run: RunDir, step: int, recipe: Recipe, *, deep: bool = True) 
     """What of one step is there.
 
     Args:
-        run: the run directory.
-        step: t.
         recipe: ``rollout.questions_per_part`` and ``score.enabled``.
         deep: also read the plan, and look at the end of each part; without it names alone speak.
 
@@ -262,7 +260,6 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
     """What of a run is done, missing and being made, and what comes next.
 
     Args:
-        run: the run directory.
         step: the step to look at; by default the one that the newest policy is to sample.
 
     Returns:

@@ -20,9 +20,6 @@ def timed(step: Step, stage: str, call: Callable[[], Result], shard: Shard = WHO
 
     Args:
         step: of a run whose own files the stage makes; of others nothing is recorded.
-        stage: its name.
-        call: does it.
-        shard: what it does.
     """
     began, started = time.time(), time.monotonic()
     result = call()

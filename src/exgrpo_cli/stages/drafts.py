@@ -26,7 +26,6 @@ class Drafts:
         """Read what earlier tasks left.
 
         Args:
-            paths: of the parts.
             sampled: what the rows depend on beside prompt and seed; others' drafts are not read.
         """
         self._paths = paths

@@ -57,7 +57,6 @@ def import_trajectories(
         columns: the file's columns for ``response``, ``question``, ``id`` or ``source`` (a name in
             each row).
         skip_bad: leave out rows that cannot be read, and count them.
-        log: gets plain lines.
 
     Returns:
         Files written; metrics ``step`` (which takes them in), ``rows`` read, ``trajectories`` and

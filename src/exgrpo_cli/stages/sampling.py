@@ -39,7 +39,6 @@ def encode_prompts(
 
     Args:
         prompts: the chat of each problem.
-        tokenizer: the policy's.
         recipe: the template, and ``rollout.max_prompt_tokens``.
         log: is told how many prompts were left out.
 

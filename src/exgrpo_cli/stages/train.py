@@ -95,11 +95,7 @@ def train(step: Step, recipe: Recipe, *, force: bool = False, log: Log = quiet) 
 
 
 def check_trainer(step: Step) -> None:
-    """Refuse a step whose optimizer state is gone.
-
-    Raises:
-        InputError: with what of it is left.
-    """
+    """Refuse a step whose optimizer state is gone."""
     trainer = step.find("trainer")
     if trainer is None or trainer.is_dir():
         return

@@ -132,15 +132,7 @@ def open_pool(recipe: Recipe) -> Pool:
 
 
 def refuse_errors(judged: Result, verdicts: Path) -> None:
-    """Stop where nothing could be judged: it would pass for a policy that solves nothing.
-
-    Args:
-        judged: what :func:`verify` returned.
-        verdicts: where its verdicts are.
-
-    Raises:
-        StageError: every verdict that was made is an error, or its time was over.
-    """
+    """Stop where nothing could be judged: it would pass for a policy that solves nothing."""
     rows, counts = judged.metrics["rows"], judged.metrics["by_status"]
     if rows and counts["error"] + counts["timeout"] == rows:
         what = "a timeout" if counts["timeout"] else "an error"
@@ -157,9 +149,6 @@ def explain(
 
     Args:
         step: reads ``rollouts`` and ``problems``.
-        recipe: as for :func:`verify`.
-        rollout_id: which.
-        verifier: as for :func:`verify`.
 
     Returns:
         ``rollout_id``, ``problem_id``, ``verifier``, ``answer`` (the gold), ``extracted``,
@@ -258,11 +247,7 @@ def _reader() -> contextlib.AbstractContextManager[duckdb.DuckDBPyConnection]:
 def _read_rows(
     con: duckdb.DuckDBPyConnection, file: Path, columns: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """A file's rows in their order, a few in memory at a time.
-
-    Raises:
-        InputError: as :func:`exgrpo_cli.tables.read_table`.
-    """
+    """A file's rows in their order, a few in memory at a time."""
     import duckdb
 
     tables.check_columns("rollouts", file, columns)

@@ -187,11 +187,7 @@ def read_json(path: Path, mend: str) -> dict[str, Any]:
     """A JSON file that holds an object.
 
     Args:
-        path: the file.
         mend: what to do where it is damaged, for the message.
-
-    Raises:
-        InputError: it is damaged.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

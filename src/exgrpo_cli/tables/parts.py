@@ -105,9 +105,6 @@ def require_one_division(
         files: the parts, at least one.
         mend: the command that makes the missing ones.
         prefix: ``part`` or ``replay``.
-
-    Raises:
-        InputError: parts missing, or parts of two different divisions.
     """
     found = divisions(files)
     if len(found) > 1:

@@ -40,11 +40,7 @@ def write_table(table: str, data: pl.DataFrame, path: Path) -> None:
 
 
 def write_frames(table: str, frames: Iterator[pl.DataFrame], path: Path) -> None:
-    """As :func:`write_table`, frame after frame (one at least); all but the first wait on disk.
-
-    Raises:
-        InputError: as :func:`write_table`.
-    """
+    """As :func:`write_table`, frame after frame (one at least); all but the first wait on disk."""
     import polars as pl
 
     first = next(frames)
@@ -79,8 +75,6 @@ def read_table(
     """Read and check a table (a file, a folder of parts, or several of either).
 
     Args:
-        table: a name in :data:`SCHEMAS`.
-        paths: where it lies.
         columns: only these (and only these are read from disk); all by default.
         step: the step that all rows must be of, where ``step`` is among the columns.
 

@@ -26,9 +26,7 @@ def check_values(table: str, data: pl.DataFrame, path: Path, step: int | None = 
     """Check the values of the columns that a frame has.
 
     Args:
-        table: a name in :data:`exgrpo_cli.tables.SCHEMAS`.
         data: columns of that table, in types that can be cast to the table's.
-        path: the file, for the message.
         step: the step that all rows must be of, where there is such a column; None for any.
 
     Raises:
@@ -56,11 +54,7 @@ def check_values(table: str, data: pl.DataFrame, path: Path, step: int | None = 
 
 
 def check_present(table: str, data: pl.DataFrame, path: Path) -> None:
-    """Refuse a null where a value is needed, and lists of one row that are not equally long.
-
-    Raises:
-        InputError: as :func:`check_values`.
-    """
+    """Refuse a null where a value is needed, and lists of one row that are not equally long."""
     import polars as pl
 
     for name in data.columns:
@@ -85,13 +79,8 @@ def check_unique(table: str, data: pl.DataFrame, path: Path, more: str = "") -> 
     """Refuse a key that is there twice, where the frame has all columns of the table's key.
 
     Args:
-        table: a name in :data:`exgrpo_cli.tables.SCHEMAS`.
         data: rows of one file or of several.
-        path: where they lie, for the message.
         more: the end of the message; by default the row.
-
-    Raises:
-        InputError: naming the file, the key and the second row that has it, counted from 1.
     """
     import polars as pl
 
@@ -157,7 +146,6 @@ def faulty(table: str, columns: Sequence[str]) -> str:
     """The rules for single values as a DuckDB condition: true where a row breaks one.
 
     Args:
-        table: a name in :data:`exgrpo_cli.tables.SCHEMAS`.
         columns: of it, as they are called in the query.
     """
     lists = [name for name in EQUAL_LENGTHS.get(table, ()) if name in columns]

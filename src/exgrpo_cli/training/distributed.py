@@ -125,7 +125,6 @@ def shard(model: nn.Module, device: torch.device) -> Whole | None:
     Args:
         model: a transformers causal language model, or a ``peft.PeftModel`` on one; on the CPU or
             on the device. Its parameters become DTensors on the device.
-        device: of this process.
     """
     if ranks() == 1:
         return None

@@ -258,7 +258,6 @@ def model_outputs(head: Head, rows: Sequence[Tensor], packed: str) -> Tensor:
     """Final hidden states (or logits, where there is no decoder) of every position of every row.
 
     Args:
-        head: the model.
         rows: ``[tokens]`` ids of each; not empty.
         packed: see :class:`Head`; else the rows are padded on the right. No attention mask is
             given: attention is causal and the padding comes last, so no token sees it.

@@ -275,9 +275,6 @@ def check_rows(
         token_ids: of each row.
         vocabulary: ids must be below this.
         names: what to call the rows in the message; by default ``row 1``, ``row 2``, ...
-
-    Raises:
-        InputError: an empty prompt, or a token id outside the vocabulary.
     """
     for index, (prompt, response) in enumerate(zip(prompt_ids, token_ids, strict=True)):
         row = names[index] if names is not None else f"row {index + 1}"

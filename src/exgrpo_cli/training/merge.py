@@ -44,8 +44,6 @@ def merge(
         dtype: of the saved weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: as the
             base model's.
         settings: whether remote code may run.
-        force: replace ``out``.
-        log: gets plain lines.
 
     Returns:
         ``policy`` (the folder), ``base``, ``dtype``, ``merged`` (adapted weights), ``parameters``,

@@ -49,7 +49,6 @@ def saved_dtype(path: str, trust_remote_code: bool = False) -> torch.dtype:
 
     Args:
         path: a Hugging Face folder, an adapter folder, or a hub name.
-        trust_remote_code: for configurations that come with code.
     """
     if is_adapter(path):
         return torch.float32
@@ -73,8 +72,6 @@ def save_policy(
     Args:
         model: a transformers model, or a ``peft.PeftModel``.
         tokenizer_source: the folder whose tokenizer files are copied, or a hub name.
-        out: the folder; replaced when it exists.
-        dtype: of the saved weights.
         settings: how to open a tokenizer that has to be saved anew (of a hub name).
     """
     model_any: Any = model

@@ -47,8 +47,6 @@ def save_trainer(
     seeds its own from the recipe. ``skipped.jsonl`` is there when an update was left out.
 
     Args:
-        out: the folder; replaced when it exists.
-        model: the policy.
         optimizer: over the trainable parameters of ``model``, in their order.
         step: of the policy that was made, t + 1.
         updates: optimizer updates done since the run began.
@@ -119,7 +117,6 @@ def load_trainer(
     """Bring optimizer and weights to where :func:`save_trainer` left them.
 
     Args:
-        path: the folder.
         model: the policy, as loaded from its own folder in float32; where the trainer state has
             float32 masters, they replace its weights.
         optimizer: fresh, over the trainable parameters.
@@ -164,7 +161,6 @@ def _read_state(
     """A trainer state's tensors, sharded as the parameters are that they belong to.
 
     Args:
-        path: the folder.
         parameters: that are trained.
         expected: how many tensors there are: none while every update was left out.
     """
@@ -242,9 +238,6 @@ def prune_trainers(latest: Path, keep: int) -> list[Path]:
 
     Only folders named like the latest are looked at (``step-00007``, or ``step-00007-trainer`` and
     so on where that is its form), and none after it: policies may lie there too.
-
-    Returns:
-        What was removed.
     """
     form = re.fullmatch(r"step-(\d{5,})(.*)", latest.name)
     if form is None:

@@ -65,12 +65,7 @@ def split_function(verifier: str) -> tuple[Path, str]:
 
 
 def check_verifier(verifier: str) -> None:
-    """Refuse a verifier that cannot be, before any worker starts.
-
-    Raises:
-        InputError: no such verifier, or no such file (a relative path is taken from the folder
-            where the command runs); reasoning-gym is not installed.
-    """
+    """Refuse a verifier that cannot be, before any worker starts."""
     if verifier == "reasoning_gym" and find_spec("reasoning_gym") is None:
         raise InputError(f"verifier {verifier} is not installed; run: pip install reasoning-gym")
     if verifier in BUILT_IN:
@@ -92,10 +87,6 @@ def allowed_verifier(verifier: str, trusted: Collection[str], where: str) -> Non
     Args:
         verifier: what a row names. Built-in ones may be named by anyone.
         trusted: what the command line or the recipe names, text for text.
-        where: the file and the row, for the message.
-
-    Raises:
-        InputError: a function that is not among ``trusted``.
     """
     if is_function(verifier) and verifier not in trusted:
         raise InputError(

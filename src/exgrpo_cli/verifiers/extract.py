@@ -70,7 +70,6 @@ def _last_hashes(text: str, headings: bool) -> tuple[int, str] | None:
     """The last line ``#### x`` and where it begins.
 
     Args:
-        text: where to look.
         headings: whether words count that are not the text's end; they may be a heading of the
             fourth level.
     """
@@ -143,10 +142,6 @@ def extract_answer(response: str, rule: str = "auto") -> str | None:
     Only what follows the thought is searched (:func:`after_thinking`). A box inside of an answer
     is opened. The last answer counts; where the text ends within it, there is none, whatever was
     said before.
-
-    Args:
-        response: the whole response.
-        rule: a name in :data:`RULES`.
 
     Returns:
         The answer without its wrapping, never empty.

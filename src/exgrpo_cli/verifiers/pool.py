@@ -150,11 +150,7 @@ class Pool:
         return [verdict for verdict in verdicts if verdict is not None]
 
     def explain(self, job: Job) -> Verdict:
-        """Judge one answer afresh, with ``parsed_answer`` and ``parsed_extracted`` filled in.
-
-        Raises:
-            InputError, StageError: see :meth:`judge`.
-        """
+        """Judge one answer afresh, with ``parsed_answer`` and ``parsed_extracted`` filled in."""
         check_verifier(job.verifier)
         if job.extracted is None and not is_function(job.verifier):
             return Verdict("no_answer", why="the response gives no final answer")
@@ -165,9 +161,6 @@ class Pool:
 
         Args:
             golds: jobs, of which the response does not matter. A user's function is only loaded.
-
-        Raises:
-            InputError, StageError: see :meth:`judge`.
         """
         for verifier in dict.fromkeys(gold.verifier for gold in golds):
             check_verifier(verifier)

@@ -12,7 +12,6 @@ def well_formed(response: str, form: str) -> bool:
     ``<answer>...</answer>`` and nothing else (the format reward of DeepSeek-R1, arXiv 2501.12948).
 
     Args:
-        response: the whole response.
         form: ``think`` or ``think_answer``.
     """
     thought, close, rest = response.strip().partition("</think>")
@@ -36,7 +35,6 @@ def has_required(response: str, require: str) -> bool:
     ``none``: any response has it.
 
     Args:
-        response: the whole response.
         require: ``think``, ``think_answer`` or ``none``.
     """
     if require == "think":

@@ -37,7 +37,6 @@ def compare(gold: str, found: str, same: Same) -> bool | None:
     """The verdict where the form of the texts decides; None where it does not.
 
     Args:
-        gold, found: normalised answers that are not equal as texts.
         same: for the parts of them.
     """
     if _JUXTAPOSED.fullmatch(found):  # math-verify adds: "5 5" would be 10

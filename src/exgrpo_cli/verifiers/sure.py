@@ -64,7 +64,6 @@ def as_precise(gold: Fraction, found: Fraction, half: Fraction | None, of_gold: 
     """Whether two numbers, nearly equal, differ by no more than a decimal's own precision.
 
     Args:
-        gold, found: the numbers.
         half: half a unit of the last digit of the decimal among them.
         of_gold: whether that is the gold's; an answer counts only to three digits.
     """
