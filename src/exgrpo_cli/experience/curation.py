@@ -15,7 +15,7 @@ from exgrpo_cli.experience.history import StepFiles
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import CurateSettings, Recipe
 from exgrpo_cli.recipe.rules import mentions
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import RunDir
 
 # Tables of another version are derived anew: 2 has rewards, 3 rules and digests of the tables.
 _VERSION = 3
@@ -168,7 +168,7 @@ def recorded_metrics(run: RunDir, step: int) -> dict[str, Any] | None:
     Raises:
         InputError: the file is damaged.
     """
-    path = run.root / "metrics" / step_name(step) / "curate.json"
+    path = run.stage_metrics(step, "curate")
     if not path.exists():
         return None
     return tables.read_json(path, "remove it, and curate makes it anew")

@@ -90,23 +90,6 @@ def fill(
         con.execute(f"INSERT INTO {name} SELECT {unnests}", columns).fetchall()
 
 
-def fill_from(
-    con: duckdb.DuckDBPyConnection, name: str, table: str, path: Path, columns: Sequence[str]
-) -> None:
-    """Empty a working table and put the different rows of a file's columns into it.
-
-    Raises:
-        InputError: the file cannot be read as that table.
-    """
-    fill(con, name)
-    with reading((table, path, columns)):
-        con.execute(
-            f"INSERT INTO {name} BY NAME SELECT DISTINCT {', '.join(columns)}"
-            " FROM read_parquet($files)",
-            {"files": literal([path])},
-        ).fetchall()
-
-
 def fill_problems(con: duckdb.DuckDBPyConnection, problems: Path, more: Sequence[str] = ()) -> None:
     """The ids of the problem set, and more of its columns, into the working table ``problems``.
 
@@ -117,7 +100,11 @@ def fill_problems(con: duckdb.DuckDBPyConnection, problems: Path, more: Sequence
         raise InputError(f"{problems}: no such file; import the problems of the run first")
     columns = ["problem_id", *more]
     tables.read_table("problems", problems, columns)  # which checks them
-    fill_from(con, "problems", "problems", problems, columns)
+    fill(con, "problems")
+    con.execute(
+        f"INSERT INTO problems BY NAME SELECT {', '.join(columns)} FROM read_parquet($files)",
+        {"files": literal([problems])},
+    ).fetchall()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from exgrpo_cli.experience.database import connect, fill_problems, run_sql, spil
 from exgrpo_cli.experience.history import StepFiles, read_step
 from exgrpo_cli.experience.rules import any_mentions, columns_of_problems, with_rules
 from exgrpo_cli.recipe import Recipe
-from exgrpo_cli.rundir import RunDir, step_name
+from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.tables.duck import literal, write_query
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def replay_on(run: RunDir, step: int) -> bool:
     found = Curation.read(run)
     if found is None or found.last_step < step:
         raise InputError(
-            f"{run.root / 'metrics' / step_name(step) / 'curate.json'}: step {step} was not curated"
-            f" yet; run: exgrpo curate {run.root} --step {step}"
+            f"{run.stage_metrics(step, 'curate')}: step {step} was not curated yet; run:"
+            f" exgrpo curate {run.root} --step {step}"
         )
     return found.replay_from is not None and found.replay_from <= step

@@ -16,14 +16,9 @@ from exgrpo_cli.recipe.rules import RULES, as_sql, exponent, mentions
 _PLACE = re.compile(r"<(\w+)\|([^<>|]*)>")
 
 
-def rule_texts(settings: CurateSettings) -> dict[str, str]:
-    """Each rule's expression."""
-    return {name: getattr(settings, name) for name in RULES}
-
-
 def any_mentions(settings: CurateSettings, *columns: str) -> bool:
     """Whether some rule names one of these columns."""
-    return any(mentions(text, *columns) for text in rule_texts(settings).values())
+    return any(mentions(getattr(settings, name), *columns) for name in RULES)
 
 
 def columns_of_problems(settings: CurateSettings) -> list[str]:

@@ -26,7 +26,6 @@ from exgrpo_cli.stages.sampling import Asked, completion_row, encode_prompts
 from exgrpo_cli.step import Result, Step
 
 if TYPE_CHECKING:
-    import polars as pl
     from transformers import PreTrainedTokenizerBase
 
     from exgrpo_cli.verifiers.pool import Pool
@@ -85,7 +84,6 @@ def evaluate(
     table = tables.read_table("problems", problems)
     if table.is_empty():
         raise InputError(f"{problems}: no problems in this table")
-    _refuse_repeated(table, problems)
     tokenizer = load_tokenizer(policy, recipe.model)
     prompts = encode_prompts(
         dict(table.select("problem_id", "prompt").iter_rows()), tokenizer, recipe, log
@@ -285,13 +283,6 @@ def _sample(
         raise StageError(f"evaluate: the engine left {len(rows) - len(finished)} rows unfinished")
     tables.write_table("rollouts", tables.frame("rollouts", finished), out)
     drafts.drop(0)
-
-
-def _refuse_repeated(table: pl.DataFrame, path: Path) -> None:
-    repeated = table["problem_id"].is_duplicated()
-    if repeated.any():
-        name = table["problem_id"].filter(repeated)[0]
-        raise InputError(f"{path}: problem_id {name} is there more than once; ids must be unique")
 
 
 def _refuse_other(out: Path, before: dict[str, Any], asked: dict[str, Any]) -> None:

@@ -166,8 +166,8 @@ def explain(
     imported = [file for file, _ in step.imports("verdicts")]
     for file in [*tables.parquet_files(step.rollouts), *imported]:
         identifiers = tables.read_table("rollouts", file, ["rollout_id"])["rollout_id"]
-        index = (identifiers == rollout_id).arg_max() if identifiers.len() else None
-        if index is None or identifiers[index] != rollout_id:
+        index = identifiers.index_of(rollout_id)
+        if index is None:
             continue
         row = _read_row(file, index, _columns(recipe))
         settings = recipe.verify
@@ -217,11 +217,6 @@ def _targets(rollouts: Path, out: Path) -> list[tuple[Path, Path]]:
 def _read_golds(problems: Path, recipe: Recipe, verifier: str | None = None) -> dict[str, Gold]:
     """``problem_id`` to gold answers, verifier and (for functions) metadata."""
     data = tables.read_table("problems", problems, ["problem_id", "answer", "verifier", "metadata"])
-    if data["problem_id"].is_duplicated().any():
-        row = data["problem_id"].is_duplicated().arg_max() or 0
-        raise InputError(
-            f"{problems}: problem_id {data['problem_id'][row]!r} is there more than once"
-        )
     for name in [verifier] if verifier else data["verifier"].unique(maintain_order=True):
         if not verifier:
             row = ((data["verifier"] == name).arg_max() or 0) + 1
@@ -319,8 +314,6 @@ def _jobs(
 def _best(judged: Sequence[tuple[Job, Verdict]]) -> tuple[Job, Verdict]:
     """The verdict that counts where there are several golds: the first right one, else the first
     that was judged, else the first; with the time of all."""
-    if len(judged) == 1:
-        return judged[0]
     job, verdict = max(judged, key=lambda pair: (pair[1].correct, pair[1].status == "ok"))
     return job, replace(verdict, seconds=sum(one.seconds for _, one in judged))
 
