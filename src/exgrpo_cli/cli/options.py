@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -132,22 +132,15 @@ DryRunOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line.")]
 
-_SHARED: dict[str, tuple[Any, Any]] = {
-    "recipe": (RecipeOption, None),
-    "sets": (SetOption, None),
-    "dry_run": (DryRunOption, False),
-    "as_json": (JsonOption, False),
-}
-
 
 @dataclass(frozen=True)
 class Shared:
     """The options that commands with settings share: ``--recipe --set --dry-run --json``."""
 
-    recipe: Path | None = None
-    sets: list[str] | None = None
-    dry_run: bool = False
-    as_json: bool = False
+    recipe: RecipeOption = None
+    sets: SetOption = None
+    dry_run: DryRunOption = False
+    as_json: JsonOption = False
 
     def settings(self, run: Path | None, *, stage: bool = False, **flags: Any) -> Recipe:
         """The command's recipe: --recipe, else RUN/recipe.toml, else defaults; then the flags.
@@ -196,26 +189,26 @@ def with_shared(function: Callable[..., None]) -> Callable[..., None]:
     if "shared" not in signature.parameters:
         return function
     hints = get_type_hints(function, include_extras=True)
-    own = [
-        parameter.replace(annotation=hints[name])
+    common = get_type_hints(Shared, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        parameter.replace(annotation=hints[name], kind=keyword)
         for name, parameter in signature.parameters.items()
         if name != "shared"
     ]
-    common = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in _SHARED.items()
+    options += [
+        inspect.Parameter(one.name, keyword, default=one.default, annotation=common[one.name])
+        for one in fields(Shared)
     ]
 
-    own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
-
     def command(**values: Any) -> None:
-        shared = Shared(**{name: values.pop(name) for name in _SHARED})
+        shared = Shared(**{name: values.pop(name) for name in common})
         function(**values, shared=shared)
 
     command.__name__ = function.__name__
-    command.__annotations__ = {one.name: one.annotation for one in (*own, *common)}
+    command.__annotations__ = {one.name: one.annotation for one in options}
     described: Any = command
-    described.__signature__ = signature.replace(parameters=[*own, *common])
+    described.__signature__ = signature.replace(parameters=options)
     return command
 
 

@@ -65,8 +65,7 @@ def rollout(
     discard_later: Annotated[
         bool,
         typer.Option(
-            "--discard-later",
-            help="With --force on a trained step: remove what came after it.",
+            "--discard-later", help="With --force on a trained step: remove what came after it."
         ),
     ] = False,
 ) -> None:
@@ -288,9 +287,7 @@ def curate(
         return
     with of.run.locked("curate"):
         result = timed(
-            of,
-            "curate",
-            lambda: stage(of, settings, rebuild=rebuild, force=force, log=to_stderr),
+            of, "curate", lambda: stage(of, settings, rebuild=rebuild, force=force, log=to_stderr)
         )
     shared.print(of, result)
 
