@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 from exgrpo_cli.errors import InputError
 
 if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+
     import psutil
 
 _PR_SET_PDEATHSIG = 1
@@ -147,15 +150,30 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
-def end_descendants(seconds: float = 5.0) -> None:
-    """Kill all processes below this one, and wait so long for them to be gone."""
+def end_groups(leaders: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """End processes with their groups, whatever they are doing; by force what does not end in
+    time."""
+    import subprocess
+
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for leader in leaders:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(leader.pid, number)
+        deadline = time.monotonic() + seconds
+        for leader in leaders:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                leader.wait(max(deadline - time.monotonic(), 0.0))
+
+
+def end_descendants() -> None:
+    """Kill all processes below this one, and wait for them to be gone."""
     import psutil
 
     found = descendants()
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(found, timeout=seconds)
+    psutil.wait_procs(found, timeout=5.0)
 
 
 def adopt_orphans() -> None:

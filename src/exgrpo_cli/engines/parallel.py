@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,13 +27,11 @@ from exgrpo_cli.engines import (
     resolve_engine,
 )
 from exgrpo_cli.errors import InputError, StageError, first_line
-from exgrpo_cli.machine import end_with_parent, process_environments
+from exgrpo_cli.machine import end_groups, end_with_parent, process_environments
 from exgrpo_cli.models import check_policy
 from exgrpo_cli.recipe import Recipe
 
 _CLOSE_SECONDS = 30.0
-
-
 _TERMINATE_SECONDS = 5.0
 
 
@@ -102,7 +99,8 @@ class ParallelEngine:
         """
         busy: dict[Connection[Any, Any], _Worker] = {}
         try:
-            for worker, share in zip(self._workers, split(requests, self._size), strict=True):
+            shares = split(requests, len(self._workers))
+            for worker, share in zip(self._workers, shares, strict=True):
                 if share:
                     busy[worker.socket] = worker
                     rows = [vars(request) for request in share]
@@ -128,10 +126,6 @@ class ParallelEngine:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(deadline - time.monotonic(), 0.0))
         self._end()
-
-    @property
-    def _size(self) -> int:
-        return len(self._workers)
 
     def _tell(self, *message: Any) -> list[Any]:
         """Have all processes do the same, at the same time; what each answers."""
@@ -162,7 +156,7 @@ class ParallelEngine:
         return value
 
     def _name(self, worker: _Worker) -> str:
-        return f"engine {self._workers.index(worker) + 1} of {self._size}"
+        return f"engine {self._workers.index(worker) + 1} of {len(self._workers)}"
 
     def _ended(self, worker: _Worker) -> StageError:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -174,14 +168,7 @@ class ParallelEngine:
     def _end(self) -> None:
         """End the processes with their groups, whatever they are doing."""
         workers, self._workers = self._workers, []
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for worker in workers:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.process.pid, number)
-            deadline = time.monotonic() + _TERMINATE_SECONDS
-            for worker in workers:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(max(deadline - time.monotonic(), 0.0))
+        end_groups([worker.process for worker in workers], _TERMINATE_SECONDS)
         for worker in workers:
             worker.socket.close()
 

@@ -15,10 +15,8 @@ from itertools import pairwise
 Point = tuple[float, float]
 """(step, value); or what was spent up to the step in the place of its number."""
 
-
 Series = tuple[str, list[Point]]
 """A legend's label, and its points in step order."""
-
 
 Band = list[tuple[float, float, float]]
 """(step, low, high)."""
@@ -29,7 +27,6 @@ _WIDTH, _HEIGHT = 1000.0, 400.0
 
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
-
 
 _DOTS = 40
 """More points than these are smoothed."""

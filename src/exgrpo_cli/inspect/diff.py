@@ -174,7 +174,6 @@ _ROWS = {
     "pool_age_mean": "age of the pool, steps",
 }
 
-
 _STEPS_SHOWN = 20
 
 

@@ -128,7 +128,6 @@ _NUMBERS: dict[str, dict[str, str]] = {
     },
 }
 
-
 _EXAMPLES: dict[str, str] = {
     "problems": "SELECT problem_id, prompt[-1].content[:400] AS question, answer FROM t"
     " ORDER BY hash(problem_id), problem_id LIMIT 3",

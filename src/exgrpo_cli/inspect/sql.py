@@ -30,17 +30,9 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("table", "csv", "json")
-
-
 _ANSWERS = ("SELECT", "EXPLAIN", "MULTI", "PRAGMA", "CALL")  # MULTI: PIVOT
-
-
 _SILENT = ("CREATE", "INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "SET", "TRANSACTION")
-
-
 # Others write files, open other databases or load extensions.
-
-
 _RUNS_FILES = re.compile(r"import\W*database|copy_database", re.IGNORECASE)
 _PLANNED = re.compile(r"\AEXPLAIN\s*(?:ANALYZE\s*)?(?:\([^)]*\)\s*)?", re.IGNORECASE)
 

@@ -62,23 +62,15 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The commit of a source checkout, ``-dirty`` where files differ from it; None elsewhere."""
-    here = Path(__file__).parent
-    asked = [
-        "git",
-        "-C",
-        str(here),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
-    try:  # ls-files: an installed copy may lie within another project's checkout
-        subprocess.run(
-            ["git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name],
-            capture_output=True, timeout=5, check=True,
-        )  # fmt: skip
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
+    here = Path(__file__)
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here.parent), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # or a copy within another project's checkout
+        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None

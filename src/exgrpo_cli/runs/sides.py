@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,7 +18,7 @@ from typing import Literal
 from exgrpo_cli.engines import engine_count, resolve_engine
 from exgrpo_cli.errors import InputError, StageError
 from exgrpo_cli.experience.plan import all_retired
-from exgrpo_cli.machine import core_shares, cores, end_with_parent, gpus
+from exgrpo_cli.machine import core_shares, cores, end_groups, end_with_parent, gpus
 from exgrpo_cli.progress import Log
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import LOCK_VARIABLE, RunDir
@@ -225,7 +225,7 @@ def side_by_side(run: RunDir, shares: Shares, log: Log, tick: Callable[[], None]
                 one.check()
             tick()
     finally:
-        _end([one.process for one in started])
+        end_groups([one.process for one in started], _END_SECONDS)
 
 
 def _start(run: RunDir, side: Side, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -242,19 +242,6 @@ def _start(run: RunDir, side: Side, variables: Mapping[str, str]) -> subprocess.
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
     return process
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes with their groups; those that do not end in time by force."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            if process.poll() is None or number == signal.SIGKILL:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
-        deadline = time.monotonic() + _END_SECONDS
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def main() -> None:

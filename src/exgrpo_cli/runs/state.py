@@ -18,14 +18,8 @@ from exgrpo_cli.recipe import Recipe, load_recipe
 from exgrpo_cli.rundir import RunDir
 
 ARRAYS = {"rollout": "rollouts", "verify": "verdicts", "score": "scores"}
-
-
 _YOUNG = 600.0  # seconds; a temporary file that was not touched for longer is a killed task's
-
-
 _PART = re.compile(r"(part|replay)-(\d+)-of-\d+\.parquet")
-
-
 _UNFINISHED = re.compile(rf"\.{_PART.pattern}\..*\.(tmp|parts|rows)")
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 # A column is (type, nullable, meaning). Types are written in DuckDB's words.
 Column = tuple[str, bool, str]
 
-
 SCHEMAS: dict[str, dict[str, Column]] = {
     "problems": {
         "problem_id": ("VARCHAR", False, "key: the data set's own id, or a hash of the prompt"),
@@ -142,7 +141,6 @@ EQUAL_LENGTHS: dict[str, tuple[str, ...]] = {
     "curated": ("token_ids", "logprobs"),
 }
 
-
 KEYS: dict[str, tuple[str, ...]] = {
     "problems": ("problem_id",),
     "plan": ("problem_id", "role"),
@@ -154,7 +152,6 @@ KEYS: dict[str, tuple[str, ...]] = {
     "curated": ("problem_id", "rank"),
 }
 """By table the columns that tell its rows apart, within a step."""
-
 
 WORDS: dict[str, tuple[str, ...]] = {
     "role": ("fresh", "replay", "import"),
