@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,12 +18,11 @@ from exgrpo_cli.problems.formats import FORMATS, check_columns, check_fields, de
 from exgrpo_cli.problems.readers import Numbered, RowError, files_of, open_file, set_name
 from exgrpo_cli.problems.rows import Problem, Reading, convert
 from exgrpo_cli.problems.values import NoGoldError
+from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.verifiers import allowed_verifier, check_verifier, takes_metadata
 
 if TYPE_CHECKING:
     import polars as pl
-
-Log = Callable[[str], None]
 
 _PEEKED = 20  # rows that detection looks at
 _NAMED = 3  # rows left out that are named
@@ -99,7 +99,7 @@ def import_problems(
     source: str | None = None,
     limit: int | None = None,
     dedupe: bool = True,
-    log: Log | None = None,
+    log: Log = quiet,
     *,
     columns: Mapping[str, str] | None = None,
     skip_bad: bool = False,
@@ -134,7 +134,6 @@ def import_problems(
         InputError: naming file and row or column: an unknown schema, a missing column, a wrong
             type, an empty or damaged file, a problem without question; no problem left.
     """
-    say = log or (lambda _: None)
     if fmt != "auto" and fmt not in FORMATS:
         raise InputError(f"unknown format {fmt!r}; known are auto, {', '.join(FORMATS)}")
     check_verifier(verifier)
@@ -146,11 +145,11 @@ def import_problems(
     how = Reading(fmt, verifier, source or set_name(path), told, detected=fmt == "auto")
     read = _Rows(others=_questions_in(without))
     for file in files:
-        how = _read_file(file, how, read, dedupe, skip_bad, say)
+        how = _read_file(file, how, read, dedupe, skip_bad, log)
     for problem in made() if made is not None else ():
         read.rows += 1
         read.add(replace(problem, source=source or problem.source), dedupe)
-    _say_left_out(path, read, say)
+    _say_left_out(path, read, log)
     kept = read.kept
     if not kept and read.elsewhere:
         raise InputError(f"{path}: all its questions are in {without}; no problem is left")
@@ -178,20 +177,17 @@ def import_problems(
         ),
     )
     others = f", left out {read.elsewhere} that are in {without}" if without else ""
-    say(
+    log(
         f"{path}: read {read.rows} rows ({how.fmt}), kept {len(kept)} problems,"
         f" dropped {read.duplicates} duplicates{others}; ids from {origin}"
     )
     if read.conflicts:
         one = read.conflicts[0]
-        say(
+        log(
             f"{path}: {len(read.conflicts)} duplicates have another gold answer than the one kept"
             f" (row {one['row']} {one['answer']!r}, row {one['kept_row']} {one['kept_answer']!r})"
         )
-    faults = _gold_faults(kept, identifiers, str(path), say, workers, timeout)
-    counts: dict[str, int] = {}
-    for p in kept:
-        counts[p.source] = counts.get(p.source, 0) + 1
+    faults = _gold_faults(kept, identifiers, str(path), log, workers, timeout)
     return Imported(
         data,
         {
@@ -207,14 +203,14 @@ def import_problems(
             "duplicates": read.duplicates,
             "elsewhere": read.elsewhere,
             "conflicts": read.conflicts,
-            "sources": counts,
+            "sources": dict(Counter(p.source for p in kept)),
             "gold_faults": faults,
         },
     )
 
 
 def _read_file(
-    file: Path, how: Reading, read: _Rows, dedupe: bool, skip_bad: bool, say: Log
+    file: Path, how: Reading, read: _Rows, dedupe: bool, skip_bad: bool, log: Log
 ) -> Reading:
     """Read one file's rows; the first file's format, where it is found, is all others' too."""
     opened = open_file(file)
@@ -228,7 +224,7 @@ def _read_file(
             how = replace(how, fmt=found)
             fit = ", ".join(other for other in others if other != "plain")
             if fit:
-                say(f"{file}: read as {found}; {fit} would fit too, and --format tells it")
+                log(f"{file}: read as {found}; {fit} would fit too, and --format tells it")
         check_columns(file, columns, how.fmt, how.told)
     for number, row in itertools.chain(peeked, opened.rows):
         read.rows += 1
@@ -267,7 +263,7 @@ def _peek(rows: Numbered) -> tuple[list[tuple[int, Any]], list[Mapping[str, Any]
     return peeked, good
 
 
-def _say_left_out(path: Path, read: _Rows, say: Log) -> None:
+def _say_left_out(path: Path, read: _Rows, log: Log) -> None:
     for what, rows in (
         ("rows that cannot be read", read.bad),
         ("rows without a gold answer", read.without_gold),
@@ -276,14 +272,10 @@ def _say_left_out(path: Path, read: _Rows, say: Log) -> None:
             first = "; ".join(
                 f"{row['file']} row {row['row']}: {row['why']}" for row in rows[:_NAMED]
             )
-            say(f"{path}: left out {len(rows)} {what}; the first: {first}")
+            log(f"{path}: left out {len(rows)} {what}; the first: {first}")
 
 
 # --- ids, duplicates, gold answers --------------------------------------------------------------
-
-
-def _prompt_json(prompt: Sequence[Mapping[str, str]]) -> bytes:
-    return json.dumps(prompt, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
 
 
 def _question_key(prompt: Sequence[Mapping[str, str]]) -> bytes:
@@ -301,8 +293,7 @@ def _questions_in(table: Path | None) -> Set[bytes]:
 
 def _identifiers(problems: Sequence[Problem], required: bool) -> tuple[list[str], str]:
     """A unique id a problem, and where they come from (``own ids`` or ``the prompts' hashes``)."""
-    own = [p.own_id for p in problems]
-    given = [identifier for identifier in own if identifier is not None]
+    given = [p.own_id for p in problems if p.own_id is not None]
     if len(given) == len(problems) == len(set(given)):
         return given, "the set's own"
     if required:
@@ -312,11 +303,12 @@ def _identifiers(problems: Sequence[Problem], required: bool) -> tuple[list[str]
                 what = f"is also in row {seen[p.own_id]}" if p.own_id in seen else "is missing"
                 raise InputError(f"{p.file}, row {p.row}: problem_id {p.own_id!r} {what}")
             seen[p.own_id] = p.row
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     hashed = []
     for p in problems:
-        name = hashlib.blake2b(_prompt_json(p.prompt), digest_size=8).hexdigest()
-        counts[name] = counts.get(name, 0) + 1
+        text = json.dumps(p.prompt, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+        name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        counts[name] += 1
         hashed.append(name if counts[name] == 1 else f"{name}-{counts[name]}")
     return hashed, "the prompts' hashes"
 
@@ -336,7 +328,7 @@ def _gold_faults(
     problems: Sequence[Problem],
     identifiers: Sequence[str],
     origin: str,
-    say: Callable[[str], None],
+    log: Log,
     workers: int | None,
     timeout: float,
 ) -> list[dict[str, Any]]:
@@ -368,10 +360,10 @@ def _gold_faults(
                         }
                     )
             if len(rows) > size:
-                say(f"{origin}: checked {min(start + size, len(rows))} of {len(rows)} gold answers")
+                log(f"{origin}: checked {min(start + size, len(rows))} of {len(rows)} gold answers")
     if faults:
         one = faults[0]
-        say(
+        log(
             f"{origin}: {len(faults)} gold answers that their verifier cannot read, or only as"
             f" text; the first: row {one['row']}, {str(one['answer'])[:80]!r} ({one['verifier']}):"
             f" {one['why']}"

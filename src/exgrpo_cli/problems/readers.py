@@ -364,11 +364,10 @@ def _read_json(file: Path) -> list[Any] | None:
     rows = _rows_in(file, data)
     if not broken:
         return rows
-    return [RowError("not UTF-8") if _NOT_UTF8.search(_dump(row)) else row for row in rows]
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return [
+        RowError("not UTF-8") if _NOT_UTF8.search(json.dumps(row, ensure_ascii=False)) else row
+        for row in rows
+    ]
 
 
 def _rows_in(file: Path, data: Any) -> list[Any]:
