@@ -21,7 +21,6 @@ from exgrpo_cli.recipe.rules import RULES, fault
 Autocast = Literal["always"] | bool
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-
 SetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
 
 

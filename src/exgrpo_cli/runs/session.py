@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from exgrpo_cli.engines.warm import WarmEngine
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
@@ -40,11 +38,6 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.engine.close()
         self.pool.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.machine import cores
 from exgrpo_cli.problems.values import golds_of
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, VerifySettings
@@ -85,8 +86,6 @@ def verify(
             ``problems``, an unknown verifier, a user's function that cannot be loaded.
         StageError: worker processes cannot be started.
     """
-    from exgrpo_cli.verifiers.pool import default_workers
-
     began = time.monotonic()
     targets = _targets(step.rollouts, step.verdicts)
     imports = enumerate(step.imports("verdicts"))
@@ -119,7 +118,7 @@ def verify(
             "seconds": time.monotonic() - began,
         },
         notes=(f"of {total.rows} verdicts {', '.join(unjudged)}",) if unjudged else (),
-        compute_seconds=total.seconds / (recipe.verify.workers or default_workers()),
+        compute_seconds=total.seconds / (recipe.verify.workers or len(cores())),
     )
 
 

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 
-
 _PACKED_SDPA = "exgrpo_packed_sdpa"
-
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 

@@ -24,7 +24,6 @@ from exgrpo_cli.training.packing import rounds
 # large enough (512 MiB) that its matrix units are kept busy.
 _CHUNK_CPU = 1 << 23
 
-
 _CHUNK_GPU = 1 << 27
 
 Ids = Sequence[int] | Tensor

@@ -29,7 +29,7 @@ def merge(
     dtype: str = "auto",
     settings: ModelSettings | None = None,
     force: bool = False,
-    log: Log | None = None,
+    log: Log = quiet,
 ) -> dict[str, Any]:
     """Merge an adapter into its base model, W + (alpha / rank) B A, and save it as a plain folder.
 
@@ -55,7 +55,6 @@ def merge(
         StageError: the merged model does not compute what base and adapter do.
     """
     started = time.monotonic()
-    say = log or quiet
     opened = settings or ModelSettings()
     config = _read_config(adapter)
     base = base or str(config.get("base_model_name_or_path") or "")
@@ -66,12 +65,12 @@ def merge(
     from exgrpo_cli.models import adapter_tensors, dtype_named, load_model, put_on
     from exgrpo_cli.training.policy import save_policy, saved_dtype
 
-    say(f"merge: opening {base} on the CPU, in float32")
+    log(f"merge: opening {base} on the CPU, in float32")
     plain: Any = load_model(base, opened, torch.device("cpu"), torch.float32)
     kind = saved_dtype(base, opened.trust_remote_code) if dtype == "auto" else dtype_named(dtype)
     model: Any = put_on(plain, str(adapter)).eval()
     adapted = sum(".lora_A." in n or "lora_embedding_A" in n for n in adapter_tensors(str(adapter)))
-    say(f"merge: merging {adapted} adapted weights of {adapter}")
+    log(f"merge: merging {adapted} adapted weights of {adapter}")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied embeddings; what comes of them is seen below
         before = _logits(model)
@@ -79,7 +78,7 @@ def merge(
             merged = model.merge_and_unload(safe_merge=True)
         except ValueError as error:  # peft's search for what is not finite
             raise InputError(f"{adapter}: cannot be merged: {first_line(error)}") from error
-        difference = _largest_difference(before, _logits(merged))
+        difference = float((before - _logits(merged)).abs().max())
     if not difference <= _TOLERANCE * float(before.abs().max()):
         raise StageError(
             f"{adapter}: the merged model's logits are off by {difference:.3g}; does the adapter"
@@ -87,7 +86,7 @@ def merge(
         )
     if hasattr(merged, "peft_config"):  # earlier peft leaves it, and it would be saved as adapter
         del merged.peft_config
-    say(f"merge: writing {out}")
+    log(f"merge: writing {out}")
     tokenizer = str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
     save_policy(merged, tokenizer, out, kind, opened)
     return {
@@ -149,7 +148,3 @@ def _logits(model: Any) -> torch.Tensor:
     ids = torch.arange(8).remainder(model.get_input_embeddings().weight.shape[0])
     logits: torch.Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
     return logits
-
-
-def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max())

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 ENTROPY_FLOOR = 0.2
 """Below this share of the first step's entropy, a policy hardly explores any more."""
 
-
 RATIO_CEILING = 10.0
 """No sound training moves a fresh token's probability by this factor within a step, or a few."""
-
 
 SILENT_SHARE = 0.9
 """With so many groups of equal rewards, a step learns from almost nothing."""

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import selectors
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from exgrpo_cli.errors import InputError, StageError
-from exgrpo_cli.machine import open_standard_descriptors
+from exgrpo_cli.machine import cores, open_standard_descriptors
 from exgrpo_cli.verifiers import Verdict, check_verifier, is_function, takes_metadata
 from exgrpo_cli.verifiers.processes import START_LIMIT, Queue, Server, Task, Worker
 from exgrpo_cli.verifiers.sure import equal_numbers
@@ -49,13 +47,6 @@ class Job:
     """``extracted`` is running text, in which the verifier itself finds the answer (``math``)."""
 
 
-def default_workers() -> int:
-    """The cores that this process may use (under SLURM those of the job)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 class Pool:
     """Verifiers in worker processes; a context manager, to be used from one thread.
 
@@ -70,7 +61,7 @@ class Pool:
     def __init__(
         self, workers: int | None = None, timeout: float = 5.0, memory_mb: int = 2048
     ) -> None:
-        self._size = workers or default_workers()
+        self._size = workers or len(cores())
         self._timeout = timeout
         self._memory_mb = memory_mb
         self._server: Server | None = None
@@ -83,12 +74,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
