@@ -34,12 +34,7 @@ _TOKENS = 2048  # of one pass
 
 
 def make_language_model(
-    out: Path,
-    seed: int = 0,
-    log: Log = quiet,
-    *,
-    lessons: int = 0,
-    force: bool = False,
+    out: Path, seed: int = 0, log: Log = quiet, *, lessons: int = 0, force: bool = False
 ) -> dict[str, Any]:
     """SmolLM2-135M-Instruct as a model folder that transformers and vLLM open.
 

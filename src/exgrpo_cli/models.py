@@ -76,12 +76,7 @@ def check_hub(name: str) -> None:
     Left to itself, opening one asks for each file again and again, and looking up the host's name
     alone can take half a minute; so one question is asked, in a thread that is not waited for.
     """
-    from huggingface_hub import (
-        constants,
-        get_hf_file_metadata,
-        hf_hub_url,
-        try_to_load_from_cache,
-    )
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):

@@ -259,13 +259,7 @@ def merge(
     if out is None:
         raise InputError(f"{source}: give OUT, the folder for the merged model")
     result = stage(
-        adapter,
-        out,
-        base=base,
-        dtype=dtype,
-        settings=settings.model,
-        force=force,
-        log=to_stderr,
+        adapter, out, base=base, dtype=dtype, settings=settings.model, force=force, log=to_stderr
     )
     print_result(result, shared.as_json)
 

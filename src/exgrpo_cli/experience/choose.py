@@ -131,10 +131,7 @@ def replay_candidates(run: RunDir, step: int) -> pl.DataFrame:
     refuse_changed_tables(run)
     tables.check_columns("experience", run.experience, columns)
     held = ("experience", run.experience, columns)
-    with (
-        connect(spill_of(run.root)) as con,
-        reading(held, ("plan", plan, ["problem_id", "role"])),
-    ):
+    with connect(spill_of(run.root)) as con, reading(held, ("plan", plan, ["problem_id", "role"])):
         rows = run_sql(
             con,
             "replay_candidates",

@@ -260,11 +260,7 @@ def _digest(run: RunDir, step: int) -> str:
     """
     plan = run.plan(step)
     found = [(plan, plan.stat())] if plan.is_file() else []
-    folders = [
-        (run.rollouts(step), ""),
-        (run.verdicts(step), ""),
-        (run.scores(step), "part-"),
-    ]
+    folders = [(run.rollouts(step), ""), (run.verdicts(step), ""), (run.scores(step), "part-")]
     if run.imported("rollouts", step).is_dir():
         folders += [(run.imported(kind, step), "") for kind in ("rollouts", "verdicts", "scores")]
     for folder, prefix in folders:

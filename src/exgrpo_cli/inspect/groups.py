@@ -118,10 +118,7 @@ def _advantages(rows: list[dict[str, Any]], recipe: Recipe) -> list[float]:
     return [
         0.0
         if is_silent(
-            recipe,
-            len(rows),
-            cut=row["finish_reason"] == "length",
-            replayed=bool(row.get("past")),
+            recipe, len(rows), cut=row["finish_reason"] == "length", replayed=bool(row.get("past"))
         )
         else value
         for row, value in zip(rows, values, strict=True)

@@ -16,9 +16,7 @@ _OURS = ("messages", "add_generation_prompt", "continue_final_message", "tokeniz
 
 
 def render_prompt(
-    prompt: Sequence[Mapping[str, str]],
-    tokenizer: PreTrainedTokenizerBase,
-    settings: ModelSettings,
+    prompt: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, settings: ModelSettings
 ) -> list[int]:
     """Token ids of a chat, ready for the response to follow.
 

@@ -195,9 +195,7 @@ def set_key(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def load_recipe(
-    path: Path | None,
-    sets: Sequence[str] = (),
-    flags: dict[str, Any] | None = None,
+    path: Path | None, sets: Sequence[str] = (), flags: dict[str, Any] | None = None
 ) -> Recipe:
     """The settings of one command.
 

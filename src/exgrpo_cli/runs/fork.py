@@ -52,11 +52,7 @@ def fork(
     """
     own = other.own_recipe()
     recipe = _completed(recipe, load_recipe(own)) if own else recipe
-    origin = {
-        "run": str(other.root.resolve()),
-        "step": step,
-        "fresh_optimizer": fresh_optimizer,
-    }
+    origin = {"run": str(other.root.resolve()), "step": step, "fresh_optimizer": fresh_optimizer}
     if _is_there(run, origin):
         return recipe
     _check(other, step, fresh_optimizer)

@@ -69,11 +69,7 @@ def step_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def _at_work(
-    recipe: Recipe,
-    step: Step,
-    stage: str,
-    call: Callable[[], Result],
-    seconds_left: float | None,
+    recipe: Recipe, step: Step, stage: str, call: Callable[[], Result], seconds_left: float | None
 ) -> Result:
     """Call a stage, recorded, and with a line on a terminal."""
     with stage_line(f"step {step.number + 1} of {recipe.loop.steps}: {stage}", seconds_left):

@@ -25,12 +25,7 @@ CANDIDATES_PER_PART = 512
 
 
 def score(
-    step: Step,
-    recipe: Recipe,
-    *,
-    shard: Shard = WHOLE,
-    force: bool = False,
-    log: Log = quiet,
+    step: Step, recipe: Recipe, *, shard: Shard = WHOLE, force: bool = False, log: Log = quiet
 ) -> Result:
     """Score a step's rollouts, what it takes in from others, and its replay questions' candidates.
 

@@ -83,11 +83,7 @@ def open_head(model: nn.Module, root: nn.Module | None = None) -> Head:
 
 
 def _is_linear(
-    model: nn.Module,
-    decoder: nn.Module,
-    linear: nn.Linear,
-    vocabulary: int,
-    root: nn.Module | None,
+    model: nn.Module, decoder: nn.Module, linear: nn.Linear, vocabulary: int, root: nn.Module | None
 ) -> bool:
     device = next(model.parameters()).device
     ids = torch.arange(4, device=device).remainder(vocabulary).unsqueeze(0)

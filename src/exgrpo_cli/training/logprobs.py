@@ -250,12 +250,7 @@ def token_statistics(
             logprobs, entropy = logits_statistics(values, target, temperature)
             return logprobs, entropy if entropies else None
         return linear_statistics(
-            values,
-            head.linear.weight,
-            head.linear.bias,
-            target,
-            temperature,
-            entropies=entropies,
+            values, head.linear.weight, head.linear.bias, target, temperature, entropies=entropies
         )
 
     return head.run(run)

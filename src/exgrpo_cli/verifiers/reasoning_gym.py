@@ -34,10 +34,7 @@ Score = Callable[[str, str], float]
 
 
 def judge(
-    answer: str,
-    extracted: str,
-    explain: bool = False,
-    metadata: Mapping[str, Any] | None = None,
+    answer: str, extracted: str, explain: bool = False, metadata: Mapping[str, Any] | None = None
 ) -> Verdict:
     """What the scorer says of an answer; one that it cannot read is wrong.
 
