@@ -60,12 +60,12 @@ def _open_bar() -> Progress:
     )
 
 
-def _duration(seconds: float) -> str:
-    """``3 h 20 min``, ``12 min``, ``40 s``."""
-    minutes, hours = round(seconds / 60), round(seconds / 60) // 60
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min" if seconds >= 90 else f"{seconds:.0f} s"
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 42 s, 7 min, 3 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def stage_line(what: str, seconds_left: float | None) -> Iterator[None]:
     if not _on_terminal() or _shown is not None:
         yield
         return
-    left = "" if seconds_left is None else f"run: {_duration(seconds_left)} left"
+    left = "" if seconds_left is None else f"run: {duration(seconds_left)} left"
     with _open_bar() as bar:
         _shown = bar, bar.add_task(what, total=None, speed="", left=left)
         try:

@@ -10,7 +10,6 @@ import pytest
 from exgrpo_cli import tables
 from exgrpo_cli.errors import InputError
 from exgrpo_cli.experience.explain import explain, format_explanation
-from exgrpo_cli.inspect.diff import aligned
 from exgrpo_cli.recipe import to_toml
 from exgrpo_cli.rundir import RunDir
 from making import curate, group, make_recipe, plan, row, write_plan, write_problems, write_step
@@ -60,11 +59,11 @@ def test_a_question_of_a_step(run: RunDir) -> None:
     gone = explain(run, RECIPE, 1, "b")
     assert [(r["fresh_k"], r["value"]) for r in gone["rules"]["retire"]["rows"]] == [(4, True)]
     assert gone["rules"]["store"]["rows"] == []  # retired questions leave nothing
-    words = format_explanation(found, aligned)
+    words = format_explanation(found)
     assert words.startswith("a in step 2: replay; replays s00001/a/01; in step 3: ")
     assert "\nchoose = mean_entropy\n" in words
     rules["store"]["rows"] = [{"row": "s", "metadata": "\x1b[2J\n", "value": True}]
-    assert "  \\x1b[2J\\x0a   true\n" in format_explanation(found, aligned)
+    assert "  \\x1b[2J\\x0a   true\n" in format_explanation(found)
     with pytest.raises(InputError, match="no problem nosuch"):
         explain(run, RECIPE, 2, "nosuch")
 

@@ -280,10 +280,9 @@ def curate(
     if explain is not None:
         from exgrpo_cli.experience.explain import explain as ask
         from exgrpo_cli.experience.explain import format_explanation
-        from exgrpo_cli.inspect.diff import aligned
 
         found = ask(of.run, settings, of.number, explain)
-        print(json.dumps(found) if shared.as_json else format_explanation(found, aligned))
+        print(json.dumps(found) if shared.as_json else format_explanation(found))
         return
     with of.run.locked("curate"):
         result = timed(

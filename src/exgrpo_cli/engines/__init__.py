@@ -60,19 +60,15 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield every request's completion once, in any order, as they finish."""
-        ...
 
     def load(self, policy: str) -> None:
         """Go over to another policy of the same shape (a folder), or a LoRA adapter on it."""
-        ...
 
     def sleep(self) -> bool:
         """Give the GPU's memory to others until the next ``load``; False where it cannot."""
-        ...
 
     def close(self) -> None:
         """Free the model and end any process; the engine cannot be used again."""
-        ...
 
 
 def resolve_engine(kind: str) -> str:

@@ -17,7 +17,7 @@ from exgrpo_cli.experience.pool import Experience
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.recipe.rules import RULES, mentions
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.terminal import harmless
+from exgrpo_cli.terminal import aligned, harmless
 
 # Where each rule is asked: the query file whose CTE ``seen`` has its columns.
 _QUERIES = {
@@ -127,13 +127,8 @@ def _rows(
     return {"expression": expression, "rows": found}
 
 
-def format_explanation(found: dict[str, Any], aligned: Any) -> str:
-    """The result of :func:`explain` as text.
-
-    Args:
-        found: the result.
-        aligned: makes lines of rows of cells.
-    """
+def format_explanation(found: dict[str, Any]) -> str:
+    """The result of :func:`explain` as text."""
     step = found["step"]
     first = (
         f"{found['problem_id']} in step {step}: {found['planned'] or 'not planned'};"

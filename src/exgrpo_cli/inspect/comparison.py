@@ -12,8 +12,9 @@ from exgrpo_cli.inspect import curves
 from exgrpo_cli.inspect.arms import Arm, Member
 from exgrpo_cli.inspect.charts import Point, line_chart, number, percent, seconds, x_ticks
 from exgrpo_cli.inspect.compare import COSTS, PLACES, accuracy, evaluated_sets, mean_curve
-from exgrpo_cli.inspect.page import Table, duration, plain, render
+from exgrpo_cli.inspect.page import Table, plain, render
 from exgrpo_cli.metrics import STAGES, series
+from exgrpo_cli.progress import duration
 from exgrpo_cli.tables import atomic_path, write_text
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from exgrpo_cli.errors import InputError
 from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe, differences
 from exgrpo_cli.rundir import RunDir
+from exgrpo_cli.terminal import aligned
 
 if TYPE_CHECKING:
     from exgrpo_cli.experience.whatif import Choice
@@ -228,18 +229,6 @@ def _step_cells(row: Mapping[str, Any]) -> list[str]:
         str(row["common"]["replayed"]),
         " | ".join(buckets),
         *(pair(key) for key in ("age_mean", "entropy_mean", "pool_trajectories")),
-    ]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns of equal width, all but the first to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
     ]
 
 

@@ -48,11 +48,3 @@ def _text(name: str) -> str:
 def plain(value: Any) -> str:
     """A setting's value as a cell."""
     return "not set" if value in (None, "", {}) else str(value)
-
-
-def duration(value: float) -> str:
-    """Seconds as a person says them: 42 s, 7 min, 3 h 05 min."""
-    if value < 60:
-        return f"{value:.0f} s"
-    minutes = round(value / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -11,7 +11,7 @@ from exgrpo_cli.evaluation import interval_of, pass_ks
 from exgrpo_cli.inspect.charts import number
 from exgrpo_cli.inspect.curves import charts
 from exgrpo_cli.inspect.groups import example_groups
-from exgrpo_cli.inspect.page import Table, duration, plain, render
+from exgrpo_cli.inspect.page import Table, plain, render
 from exgrpo_cli.metrics import (
     STAGES,
     Metrics,
@@ -21,6 +21,7 @@ from exgrpo_cli.metrics import (
     replay_start,
     series,
 )
+from exgrpo_cli.progress import duration
 from exgrpo_cli.recipe import Recipe, differences, load_recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.runs.provenance import read_provenance

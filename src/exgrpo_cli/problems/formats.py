@@ -157,11 +157,11 @@ def detect(file: Path, columns: Sequence[str], rows: Rows, told: Mapping[str, st
     return found
 
 
-def check_fields(told: Mapping[str, str]) -> None:
+def check_fields(told: Mapping[str, str], known: Sequence[str] = FIELDS) -> None:
     """Refuse a field that no format has."""
     for name, column in told.items():
-        if name not in FIELDS:
-            raise InputError(f"--columns {name}={column}: known are {', '.join(FIELDS)}")
+        if name not in known:
+            raise InputError(f"--columns {name}={column}: known are {', '.join(known)}")
 
 
 def check_columns(file: Path, columns: Sequence[str], fmt: str, told: Mapping[str, str]) -> None:

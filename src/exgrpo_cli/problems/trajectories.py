@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.problems.formats import IDS, QUESTIONS, at, by_known_names
+from exgrpo_cli.problems.formats import IDS, QUESTIONS, at, by_known_names, check_fields
 from exgrpo_cli.problems.readers import RowError, files_of, kind_name, open_file
 from exgrpo_cli.problems.rows import tidy_id
 from exgrpo_cli.problems.values import clean, question_of, split_chat, structure, text_of
@@ -58,9 +58,7 @@ def read_answered(
     Raises:
         InputError: no such file, a damaged one, or naming file and row what cannot be read.
     """
-    for name, column in told.items():
-        if name not in FIELDS:
-            raise InputError(f"--columns {name}={column}: known are {', '.join(FIELDS)}")
+    check_fields(told, FIELDS)
     for file in files_of(path):
         opened = open_file(file, whole=True)
         for number, raw in opened.rows:

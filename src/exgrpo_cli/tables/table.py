@@ -1,11 +1,4 @@
-"""The tables between the stages: schemas, checked reading, atomic writing, parts and shards.
-
-Every file is Parquet with zstd. A file is written under a temporary name in its own folder,
-fsynced and renamed, so a file that exists is complete. A stage's work for one step is cut into
-numbered *parts*, ``part-00003-of-00016.parquet``; how many there are follows from the plan and the
-recipe alone. A shard ``I/N`` does the parts whose number is I modulo N, so any number of array
-tasks, in any order, produces the same files.
-"""
+"""Tables as files: checked reading, atomic writing."""
 
 from __future__ import annotations
 
@@ -167,23 +160,19 @@ def _readable_as(found: pl.DataType, expected: pl.DataType) -> bool:
     return found.is_float() and expected.is_float()
 
 
-def check_frame(
-    table: str, data: pl.DataFrame, path: Path, columns: Sequence[str] | None = None
-) -> None:
-    """Check a frame that is about to be written, or was just read.
+def check_frame(table: str, data: pl.DataFrame, path: Path) -> None:
+    """Check a frame that is about to be written.
 
     Raises:
         InputError: a missing column, another type, a null where none may be, a row whose list
             columns are not equally long; the row is named by its number, counted from 1.
     """
     expected = polars_schema(table)
-    wanted = list(columns) if columns is not None else list(SCHEMAS[table])
-    for name in wanted:
-        kind = SCHEMAS[table][name][0]
+    for name, (kind, _, _) in SCHEMAS[table].items():
         if name not in data.columns:
             raise InputError(f"{path}: column {name} is missing; a {table} table needs {kind}")
         if not _readable_as(data.schema[name], expected[name]):
             raise InputError(
                 f"{path}: column {name} is {data.schema[name]}; a {table} table needs {kind}"
             )
-    check_present(table, data.select(wanted), path)
+    check_present(table, data.select(list(SCHEMAS[table])), path)

@@ -1,8 +1,4 @@
-"""Saving policies and trainer state: safetensors and JSON, a whole folder at a time.
-
-A folder is written under a temporary name beside its place, fsynced and renamed, so one that
-exists is complete.
-"""
+"""Saving trainer state: safetensors and JSON, a whole folder at a time."""
 
 from __future__ import annotations
 
