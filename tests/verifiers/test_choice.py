@@ -36,7 +36,6 @@ from exgrpo_cli.verifiers import Verdict, choice, exact
 )  # fmt: skip
 def test_letters(text: str, letters: str | None) -> None:
     assert choice.letters(text) == letters
-    assert choice.letter(text) == (letters if letters and len(letters) == 1 else None)
 
 
 def test_verdicts() -> None:

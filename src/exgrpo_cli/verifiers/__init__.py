@@ -46,6 +46,13 @@ class Verdict:
     """How the response's answer was understood; likewise."""
 
 
+def judged(correct: bool, why: str, gold: str | None = None, found: str | None = None) -> Verdict:
+    """The verdict of a comparison, and how both sides were read."""
+    return Verdict(
+        "ok", float(correct), correct, why=why, parsed_answer=gold, parsed_extracted=found
+    )
+
+
 def is_function(verifier: str) -> bool:
     """Whether the verifier is a user's function, ``path.py:function``."""
     return _FUNCTION.fullmatch(verifier) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from exgrpo_cli.verifiers import Verdict
+from exgrpo_cli.verifiers import Verdict, judged
 from exgrpo_cli.verifiers.extract import last_boxed
 
 _COMMAND = re.compile(
@@ -95,12 +95,6 @@ def _labels_another(rest: str) -> bool:
     )
 
 
-def letter(text: str) -> str | None:
-    """The only letter that an answer names, see :func:`letters`; None when none or several."""
-    found = letters(text)
-    return found if found is not None and len(found) == 1 else None
-
-
 def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
     """Whether both name the same letters; ``unparsable`` when the gold names none."""
     gold = letters(answer)
@@ -108,14 +102,8 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
         return Verdict("unparsable", why="the gold answer is no letter from A to J")
     found = letters(extracted)
     correct = gold == found
-    return Verdict(
-        "ok",
-        reward=float(correct),
-        correct=correct,
-        why="the same letter" if correct else f"{found or 'no letter'}, not {gold}",
-        parsed_answer=gold if explain else None,
-        parsed_extracted=found if explain else None,
-    )
+    why = "the same letter" if correct else f"{found or 'no letter'}, not {gold}"
+    return judged(correct, why, gold, found) if explain else judged(correct, why)
 
 
 def check_gold(answer: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from exgrpo_cli.verifiers import Verdict
+from exgrpo_cli.verifiers import Verdict, judged
 
 
 def normalise(text: str) -> str:
@@ -16,14 +16,8 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
     if not gold:
         return Verdict("unparsable", why="the gold answer is empty")
     correct = gold == found
-    return Verdict(
-        "ok",
-        reward=float(correct),
-        correct=correct,
-        why="the same text" if correct else "another text",
-        parsed_answer=gold[:500] if explain else None,
-        parsed_extracted=found[:500] if explain else None,
-    )
+    why = "the same text" if correct else "another text"
+    return judged(correct, why, gold[:500], found[:500]) if explain else judged(correct, why)
 
 
 def check_gold(answer: str) -> str | None:

@@ -28,7 +28,7 @@ from math_verify import LatexExtractionConfig, grader, verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
 
-from exgrpo_cli.verifiers import Verdict, math_verify
+from exgrpo_cli.verifiers import Verdict, judged, math_verify
 from exgrpo_cli.verifiers.extract import last_boxed, strip_answer
 from exgrpo_cli.verifiers.interval import as_near_as_written, differ
 from exgrpo_cli.verifiers.normalise import normalise
@@ -244,9 +244,8 @@ def judge(answer: str, extracted: str, explain: bool = False, whole: bool = Fals
     if not gold:
         return Verdict("unparsable", why="the gold answer is empty")
     correct = bool(found) and _equal(gold, found)
-    if not explain:
-        return math_verify.judged(correct)
-    return math_verify.judged(correct, show(gold), show(found))
+    why = "equal to the gold answer" if correct else "not equal to the gold answer"
+    return judged(correct, why, show(gold), show(found)) if explain else judged(correct, why)
 
 
 def check_gold(answer: str) -> str | None:

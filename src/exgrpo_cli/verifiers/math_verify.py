@@ -6,7 +6,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from exgrpo_cli.verifiers import Verdict
+from exgrpo_cli.verifiers import Verdict, judged
 from exgrpo_cli.verifiers.extract import last_boxed, strip_answer
 
 
@@ -36,19 +36,8 @@ def judge(answer: str, extracted: str, explain: bool = False, whole: bool = Fals
     if not any(str(item).strip() for item in gold):
         return Verdict("unparsable", why="math-verify cannot read the gold answer")
     correct = bool(found) and bool(verify(gold, found, timeout_seconds=None))
-    return judged(correct, show(gold), show(found)) if explain else judged(correct)
-
-
-def judged(correct: bool, gold: str | None = None, found: str | None = None) -> Verdict:
-    """The verdict of a comparison, and how both sides were read."""
-    return Verdict(
-        "ok",
-        reward=float(correct),
-        correct=correct,
-        why="equal to the gold answer" if correct else "not equal to the gold answer",
-        parsed_answer=gold,
-        parsed_extracted=found,
-    )
+    why = "equal to the gold answer" if correct else "not equal to the gold answer"
+    return judged(correct, why, show(gold), show(found)) if explain else judged(correct, why)
 
 
 def check_gold(answer: str) -> str | None:

@@ -6,7 +6,7 @@ import math
 import re
 from fractions import Fraction
 
-from exgrpo_cli.verifiers import Verdict
+from exgrpo_cli.verifiers import Verdict, judged
 from exgrpo_cli.verifiers.extract import last_boxed, strip_answer
 from exgrpo_cli.verifiers.normalise import normalise
 from exgrpo_cli.verifiers.sure import number as written
@@ -83,9 +83,6 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
 
     Integers are not rounded: from an integer an answer differs by no more than the tolerance
     itself.
-
-    Returns:
-        Reward 1 or 0.
     """
     exactly = exact(answer)
     gold = number(answer)
@@ -99,14 +96,9 @@ def judge(answer: str, extracted: str, explain: bool = False) -> Verdict:
         why = "the answer is no number"
     else:
         why = f"{found!r} {'equals' if correct else 'is not'} {gold!r}"
-    return Verdict(
-        "ok",
-        reward=float(correct),
-        correct=correct,
-        why=why,
-        parsed_answer=repr(gold) if explain else None,
-        parsed_extracted=repr(found) if explain and found is not None else None,
-    )
+    if not explain:
+        return judged(correct, why)
+    return judged(correct, why, repr(gold), None if found is None else repr(found))
 
 
 def check_gold(answer: str) -> str | None:

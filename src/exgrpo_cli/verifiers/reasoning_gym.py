@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from exgrpo_cli.verifiers import Verdict
+from exgrpo_cli.verifiers import Verdict, judged
 
 OPEN_GOLD = "(any that the scorer accepts)"
 """The gold answer of kinds that give none."""
@@ -63,14 +63,7 @@ def judge(
             return Verdict("unparsable", why=fault)
         value, why = 0.0, f"the scorer cannot read it: {type(error).__name__}: {error}"[:500]
     correct = value >= _FULL
-    return Verdict(
-        "ok",
-        reward=float(correct),
-        correct=correct,
-        why=why,
-        parsed_answer=answer[:500] if explain else None,
-        parsed_extracted=extracted[:500] if explain else None,
-    )
+    return judged(correct, why, answer[:500], extracted[:500]) if explain else judged(correct, why)
 
 
 def check_gold(answer: str, metadata: Mapping[str, Any] | None = None) -> str | None:

@@ -239,7 +239,7 @@ def _chain(text: str) -> tuple[list[str], list[str]]:
     return [*sides, text[last:].strip()], kinds
 
 
-def _half_line(variable: str, kind: str, bound: str) -> tuple[str, str] | str | None:
+def _half_line(variable: str, kind: str, bound: str) -> tuple[str, str] | str:
     """Lower or upper end; a set for an inequation."""
     match kind:
         case "<":
@@ -276,7 +276,7 @@ def _piece(text: str) -> tuple[str, str] | None:
             name = variable
             if isinstance(ends, str):
                 return (name, ends) if len(_AND.split(text)) == 1 else None
-            if ends is None or (ends[0] and low) or (ends[1] and high):
+            if (ends[0] and low) or (ends[1] and high):
                 return None
             low, high = low or ends[0], high or ends[1]
     return name, ",".join([low or r"(-\infty", high or r"\infty)"])
