@@ -153,11 +153,7 @@ def demo_problems(start: Start = DEMO) -> dict[str, list[dict[str, str]]]:
 
 
 def write_demo_problems(out: Path, start: Start = DEMO) -> dict[str, Path]:
-    """Write ``train.jsonl``, ``heldout.jsonl`` and ``ood.jsonl`` into a folder.
-
-    Raises:
-        InputError: the folder is a file.
-    """
+    """Write ``train.jsonl``, ``heldout.jsonl`` and ``ood.jsonl`` into a folder."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; give a folder for the demo problems")
     paths = {}
@@ -236,9 +232,6 @@ def make_demo_model(
     Returns:
         path, parameters, pass_at_1 (temperature 1, one sample a held-out problem; None where
         none was measured), loss (the last one) and seconds.
-
-    Raises:
-        InputError: the folder exists and is not empty.
     """
     import torch
     from transformers import GenerationConfig, Qwen2ForCausalLM

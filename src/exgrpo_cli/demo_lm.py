@@ -44,10 +44,6 @@ def make_language_model(
 
     Returns:
         path, parameters, loss (of the last lessons; None without) and seconds.
-
-    Raises:
-        InputError: the folder exists and is not empty, or gguf is not installed.
-        StageError: pip is not there or cannot get the package; the file in it cannot be opened.
     """
     from exgrpo_cli.tables import atomic_folder
 

@@ -4,7 +4,8 @@
 class InputError(Exception):
     """Bad usage or bad input (exit code 2).
 
-    The message is one line that names the file, the row or column, and the mend.
+    The message is one line that names the file, the row or column, and the mend. Whatever reads
+    what a user gave may raise it.
     """
 
 

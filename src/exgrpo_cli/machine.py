@@ -48,9 +48,6 @@ def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]
     Returns:
         For each process ``CUDA_VISIBLE_DEVICES``; without a GPU, cores instead, where the
         environment does not say which already.
-
-    Raises:
-        InputError: there are not so many GPUs.
     """
     names = gpus()
     if not names:

@@ -206,11 +206,7 @@ def replay_start(metrics: Metrics) -> int | None:
 
 
 def read_evaluations(run: RunDir) -> list[tuple[str, dict[str, Any]]]:
-    """(name, summary) of every finished evaluation, in order of name and step.
-
-    Raises:
-        InputError: a ``summary.json`` is damaged.
-    """
+    """(name, summary) of every finished evaluation, in order of name and step."""
     found = []
     for file in sorted((run.root / "evaluations").glob("step-*/*/summary.json")):
         try:

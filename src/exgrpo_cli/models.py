@@ -29,11 +29,7 @@ def is_adapter(path: str) -> bool:
 
 
 def adapter_base(path: str) -> str:
-    """The base model that an adapter folder names.
-
-    Raises:
-        InputError: the adapter names none.
-    """
+    """The base model that an adapter folder names."""
     file = Path(path) / "adapter_config.json"
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
@@ -111,9 +107,6 @@ def load_config(path: str, trust_remote_code: bool = False) -> Any:
 
     Args:
         path: a folder or a hub name, not an adapter.
-
-    Raises:
-        InputError: there is none that transformers can open.
     """
     check_policy(path)  # before what takes long to import
     from transformers import AutoConfig
@@ -139,11 +132,7 @@ def check_tokenizer(path: str) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` to cuda, else mps, else cpu; other names as torch knows them.
-
-    Raises:
-        InputError: torch has no such device here.
-    """
+    """``auto`` to cuda, else mps, else cpu; other names as torch knows them."""
     import torch
 
     if name == "auto":
@@ -207,11 +196,7 @@ def quiet_transformers() -> None:
 
 
 def load_tokenizer(path: str, settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer; an adapter's own, or its base model's.
-
-    Raises:
-        InputError: the folder has no tokenizer that transformers can open.
-    """
+    """The policy's tokenizer; an adapter's own, or its base model's."""
     check_policy(path)  # before what takes long to import
     from transformers import AutoTokenizer
 
@@ -239,9 +224,6 @@ def load_model(
 
     Returns:
         The model (a ``peft.PeftModel`` for an adapter), without gradients switched off.
-
-    Raises:
-        InputError: no weights, or transformers cannot open them.
     """
     check_policy(path)  # before what takes long to import
     from transformers import AutoModelForCausalLM
@@ -274,9 +256,6 @@ def put_on(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 
     Args:
         model: its base, which is changed in place.
-
-    Raises:
-        InputError: the adapter is damaged, or of another model; names the first tensor.
     """
     from peft import PeftModel
 
@@ -293,11 +272,7 @@ def put_on(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 
 
 def adapter_tensors(adapter: str) -> dict[str, list[int]]:
-    """The shapes of an adapter's tensors by name, from the head of its file.
-
-    Raises:
-        InputError: no readable safetensors file.
-    """
+    """The shapes of an adapter's tensors by name, from the head of its file."""
     from safetensors import safe_open
 
     file = Path(adapter) / "adapter_model.safetensors"

@@ -213,11 +213,7 @@ def with_shared(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def open_run(run: Path) -> RunDir:
-    """The run directory of a command.
-
-    Raises:
-        InputError: it does not exist, is a file, or holds other things than a run.
-    """
+    """The run directory of a command."""
     from exgrpo_cli.rundir import RunDir
     from exgrpo_cli.runs.state import check_is_run
 
@@ -233,11 +229,7 @@ def open_run(run: Path) -> RunDir:
 
 
 def need(**options: object) -> None:
-    """Without a run directory, these options must be given.
-
-    Raises:
-        InputError: naming what is missing.
-    """
+    """Without a run directory, these options must be given."""
     missing = [f"--{name}" for name, value in options.items() if value is None]
     if missing:
         raise InputError(f"give a run directory, or {' and '.join(missing)}")
@@ -266,9 +258,6 @@ def open_step(
         source: the input itself, where it is given: then the step is 0 unless it is told.
         policy: what samples, where it is given.
         **given: other paths, see :meth:`exgrpo_cli.step.Step.of`.
-
-    Raises:
-        InputError: no such run, a step without its input, missing options.
     """
     from exgrpo_cli.experience.plan import all_retired
     from exgrpo_cli.step import Step

@@ -84,9 +84,6 @@ def open_engine(recipe: Recipe, policy: str) -> Engine:
     Args:
         recipe: ``rollout.engine`` and what the engines need.
         policy: a Hugging Face folder, a PEFT adapter folder, or a hub name.
-
-    Raises:
-        InputError: the engine is not installed, or the policy cannot be opened.
     """
     kind = resolve_engine(recipe.rollout.engine)
     if kind == "vllm":

@@ -36,11 +36,7 @@ _TERMINATE_SECONDS = 5.0
 
 
 def engine_environments(recipe: Recipe) -> list[dict[str, str]]:
-    """:func:`process_environments` of the engines that sample side by side.
-
-    Raises:
-        InputError: there are not so many GPUs.
-    """
+    """:func:`process_environments` of the engines that sample side by side."""
     kind = resolve_engine(recipe.rollout.engine)
     gpus_each = recipe.rollout.tensor_parallel if kind == "vllm" else 1
     return process_environments(engine_count(recipe), gpus_each)
@@ -82,11 +78,7 @@ class ParallelEngine:
             raise
 
     def load(self, policy: str) -> None:
-        """Go over to another policy, in every process.
-
-        Raises:
-            InputError: the policy cannot be opened.
-        """
+        """Go over to another policy, in every process."""
         self._tell("load", policy)
 
     def sleep(self) -> bool:

@@ -68,11 +68,7 @@ class ServerEngine:
         self.load(policy)
 
     def load(self, policy: str) -> None:
-        """Check that the server has this policy; it is not told to change.
-
-        Raises:
-            InputError: it has another one, or takes shorter rows than the recipe asks for.
-        """
+        """Check that the server has this policy; it is not told to change."""
         check_policy(policy)
         if is_adapter(policy):
             check_adapter(policy, self._recipe.model)
@@ -131,11 +127,6 @@ class ServerEngine:
         A lost connection is tried again some times over half a minute; the same seed gives the
         same sample. All is sent and received by one thread, whose requests are given up at once
         when nobody listens any more; vLLM drops a row that nobody waits for.
-
-        Raises:
-            InputError: a prompt is empty or leaves no room for a token; the server reports
-                log-probabilities of another distribution than the sampled one, or refuses a row.
-            StageError: the server is gone.
         """
         check_lengths(requests, self._longest)
         if not requests:

@@ -49,11 +49,7 @@ class TransformersEngine:
         self.load(policy)
 
     def load(self, policy: str) -> None:
-        """Go over to another policy: a model folder, or an adapter folder.
-
-        Raises:
-            InputError: the policy cannot be opened.
-        """
+        """Go over to another policy: a model folder, or an adapter folder."""
         self.close()
         model: Any = load_model(policy, self._settings, self._device, self._dtype)
         if hasattr(model, "get_base_model"):  # peft's layers stay in the model that it wraps
@@ -77,11 +73,7 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield every request's completion once, short prompts first.
-
-        Raises:
-            InputError: a request has no prompt tokens.
-        """
+        """Yield every request's completion once, short prompts first."""
         for request in requests:
             if not request.prompt_ids:
                 raise InputError(f"request {request.index} has an empty prompt")

@@ -132,9 +132,6 @@ class VllmEngine:
 
         Weights are read into the running model; an adapter is put on it. Only an adapter that the
         engine was not started for (none was expected, or a higher rank) starts it anew.
-
-        Raises:
-            InputError: the policy cannot be opened.
         """
         check_policy(policy)
         if is_adapter(policy):
@@ -189,11 +186,7 @@ class VllmEngine:
         )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield every request's completion once, as they finish.
-
-        Raises:
-            InputError: a prompt is empty, or leaves no room for a token.
-        """
+        """Yield every request's completion once, as they finish."""
         check_lengths(requests, self._max_model_len)
         if not requests:
             return

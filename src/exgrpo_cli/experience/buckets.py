@@ -15,9 +15,6 @@ def bucket_probabilities(log_weights: Mapping[int, float]) -> dict[int, float]:
     Args:
         log_weights: of the buckets that hold questions, by count of successes k, up to a constant
             (``sql/bucket_weights.sql``).
-
-    Raises:
-        InputError: there is no bucket, or every weight is 0.
     """
     top = max(log_weights.values(), default=-math.inf)
     if top == -math.inf:

@@ -61,9 +61,6 @@ def write_curated(experience: Experience, step: int) -> list[int]:
 
     Returns:
         The steps that collected those whose log-probabilities are the engine's.
-
-    Raises:
-        InputError: the rollouts or scores that hold them are gone, damaged or made anew.
     """
     con, run = experience.con, experience.run
     chosen = con.execute(
@@ -112,9 +109,6 @@ def replay_candidates(run: RunDir, step: int) -> pl.DataFrame:
     Returns:
         ``rollout_id``, ``problem_id`` and ``part`` (the rollouts file that holds the token lists,
         relative to the run directory), sorted by question and time of collection.
-
-    Raises:
-        InputError: no plan for the step, or replay questions but no experience.
     """
     import polars as pl
 
@@ -151,9 +145,6 @@ def fetch_trajectories(run_root: Path, wanted: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         ``wanted`` in its order, with ``prompt_ids`` and ``token_ids`` (lists of int32).
-
-    Raises:
-        InputError: a file is missing, or does not hold its trajectory.
     """
     import polars as pl
 

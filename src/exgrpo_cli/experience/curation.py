@@ -163,11 +163,7 @@ def _before(digests: Mapping[str, str], upto: int) -> dict[str, str]:
 
 
 def recorded_metrics(run: RunDir, step: int) -> dict[str, Any] | None:
-    """The metrics of a step's curation; None where it has left none.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """The metrics of a step's curation; None where it has left none."""
     path = run.stage_metrics(step, "curate")
     if not path.exists():
         return None

@@ -91,11 +91,7 @@ def fill(
 
 
 def fill_problems(con: duckdb.DuckDBPyConnection, problems: Path, more: Sequence[str] = ()) -> None:
-    """The ids of the problem set, and more of its columns, into the working table ``problems``.
-
-    Raises:
-        InputError: no such file, or not a problems table.
-    """
+    """The ids of the problem set, and more of its columns, into the working table ``problems``."""
     if not problems.exists():
         raise InputError(f"{problems}: no such file; import the problems of the run first")
     columns = ["problem_id", *more]
@@ -113,9 +109,6 @@ def reading(*read: tuple[str, Path, Sequence[str]]) -> Iterator[None]:
 
     Args:
         read: table, file and columns of each.
-
-    Raises:
-        InputError: in place of DuckDB's error, naming the file.
     """
     import duckdb
 

@@ -44,9 +44,6 @@ def explain(run: RunDir, recipe: Recipe, step: int, problem: str) -> dict[str, A
         (the trajectories that it replays), ``planned_next``, and ``rules``: by rule its
         ``expression`` and ``rows``, each with ``row`` (a rollout, a trajectory, a role or the
         question), the columns that the rule names, and its ``value``.
-
-    Raises:
-        InputError: a step without plan or rollouts, or a question that the run does not have.
     """
     files = StepFiles.of(run, step)
     with (

@@ -59,11 +59,7 @@ class StepFiles:
 
     @classmethod
     def of(cls, run: RunDir, step: int) -> StepFiles:
-        """A step's files.
-
-        Raises:
-            InputError: no rollouts or verdicts, or missing parts, with the command that makes them.
-        """
+        """A step's files."""
         where = f"{run.root} --step {step}"
         plan = run.plan(step)
         return cls(
@@ -95,11 +91,7 @@ class StepFiles:
                 check(table, path, _COLUMNS[table])
 
     def read(self) -> None:
-        """Check every value that curation reads.
-
-        Raises:
-            InputError: naming the file, the column and the row.
-        """
+        """Check every value that curation reads."""
         self.check(partial(tables.read_table, step=self.step))
 
 
@@ -132,11 +124,7 @@ def _score_parts(run: RunDir, step: int, prefix: str) -> list[Path]:
 
 
 def read_plan(con: duckdb.DuckDBPyConnection, plan: Path | None, step: int) -> None:
-    """A step's plan into the working table ``planned``; empty where none is kept.
-
-    Raises:
-        InputError: it cannot be read, or a value in it cannot be.
-    """
+    """A step's plan into the working table ``planned``; empty where none is kept."""
     fill(con, "planned")
     if plan is not None:
         rows = tables.read_table("plan", plan, _COLUMNS["plan"], step=step)
@@ -160,9 +148,6 @@ def read_scored(
         con: the connection.
         files: of the step; None where nothing of it was sampled yet.
         replay: those of the stored trajectories instead of the step's own rollouts.
-
-    Raises:
-        InputError: they cannot be read, or a value in them cannot be.
     """
     fill(con, "scored")
     scores = [] if files is None else files.replay_scores if replay else files.scores
@@ -183,12 +168,7 @@ def read_scored(
 
 
 def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
-    """A step into ``planned``, ``scored`` and ``step_rows``, checked.
-
-    Raises:
-        InputError: unreadable files, values that cannot be, rows of another step, doubled rows,
-            verdicts or scores of other rollouts.
-    """
+    """A step into ``planned``, ``scored`` and ``step_rows``, checked."""
     import duckdb
 
     run, step = files.run, files.step

@@ -82,9 +82,6 @@ def first_plan(problems: Path, recipe: Recipe, log: Log = quiet) -> pl.DataFrame
         problems: the ``problems`` table.
         recipe: ``curate.questions`` questions are drawn (all of them where there are fewer), with
             ``rollout.samples`` samples each, by ``seed``.
-
-    Raises:
-        InputError: no such file, not a problems table, or no problem in it.
     """
     with connect() as con:
         fill_problems(con, problems, columns_of_problems(recipe.curate))

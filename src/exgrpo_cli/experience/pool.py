@@ -55,9 +55,6 @@ class Experience:
 
         Args:
             spill: folder for what does not fit into memory; default a hidden one in the run.
-
-        Raises:
-            InputError: the run has no problems.
         """
         with connect(spill or spill_of(run.root)) as con:
             fill_problems(con, run.problems, columns_of_problems(recipe.curate))
@@ -68,9 +65,6 @@ class Experience:
 
         The settings of ``curate``, ``samples`` (K), ``batch`` (B) and ``seed`` are parameters by
         their names; the recipe's rules stand where the query names them.
-
-        Raises:
-            InputError: a rule gives no value that can be used; names the rule and the row.
         """
         import duckdb
 
@@ -133,9 +127,6 @@ class Experience:
 
         Leaves the step's ``step_rows``, ``step_groups`` and ``planned`` in the connection, and
         where it takes in trajectories of others ``import_rows``.
-
-        Raises:
-            InputError: the step's files are damaged, or do not belong together.
         """
         step, rules, never = files.step, self.recipe.curate, on_policy(self.recipe)
         if files.imports:
@@ -217,11 +208,7 @@ class Experience:
 
 
 def replay_on(run: RunDir, step: int) -> bool:
-    """Whether replay was on in a step that was curated (whether or not it replayed anything).
-
-    Raises:
-        InputError: the step was not curated.
-    """
+    """Whether replay was on in a step that was curated (whether or not it replayed anything)."""
     metrics = recorded_metrics(run, step)
     if metrics is not None:
         return bool(metrics.get("replay/started"))

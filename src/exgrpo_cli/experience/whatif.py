@@ -52,9 +52,6 @@ def choices(run: RunDir, recipe: Recipe, log: Log = quiet) -> Iterator[Choice]:
 
     Yields:
         One for each step that has rollouts, and one for the step after the last.
-
-    Raises:
-        InputError: no problems, or a step of the history before the last that is not whole.
     """
     steps = run.steps("rollouts")
     with (

@@ -77,9 +77,6 @@ def arms(given: Sequence[str], log: Log) -> list[Arm]:
             arm of this name, whatever the recipes. The others are grouped by their recipes and
             named after the runs, without the seed, or where that names nothing after what differs.
         log: told what is no run, or has no metrics yet, and is left out.
-
-    Raises:
-        InputError: a path that is not there, no run at all, or a run's file that is damaged.
     """
     found: dict[Path, tuple[str, Member]] = {}
     for text in given:

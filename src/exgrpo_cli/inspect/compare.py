@@ -43,9 +43,6 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
         ``pass@1_half`` (None for a single seed), ``difference`` and ``difference_half`` over the
         ``pairs`` of runs of the same seed (None without any), and the mean of what was spent: see
         :data:`COSTS`.
-
-    Raises:
-        InputError: no arm has this name.
     """
     names = [arm.name for arm in arms]
     if baseline is not None and baseline not in names:

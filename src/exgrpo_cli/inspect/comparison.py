@@ -237,9 +237,6 @@ def _drawn(
 def write_picture(path: Path, arms: Sequence[Arm]) -> None:
     """pass@1 against steps and against generated tokens, a row a set, as PNG (or what the ending
     says).
-
-    Raises:
-        InputError: matplotlib is not installed or cannot write this format, or nothing to draw.
     """
     try:
         from matplotlib.figure import Figure

@@ -38,9 +38,6 @@ def diff(run: RunDir, recorded: Recipe, other: Recipe, log: Log = quiet) -> dict
         ``steps``. The latter hold ``recorded``, ``other`` and ``common``: numbers of questions and
         trajectories, by bucket, with mean ages (steps) and entropies (nats; None where there is
         nothing to average). The last of ``steps`` is the one that was not sampled yet.
-
-    Raises:
-        InputError: no rollouts or no problems, or a history that is not whole.
     """
     from exgrpo_cli.experience.whatif import choices
 

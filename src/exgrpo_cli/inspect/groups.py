@@ -58,9 +58,6 @@ def example_groups(
         problem is not there), ``right`` of ``count``, and ``rows``: ``rollout_id``, ``text`` (a
         long one without its middle), ``tokens``, ``reward``, ``advantage``, ``verdict``, ``css``,
         ``extracted``, ``age`` in steps and ``detail`` (of a replayed row, which comes first).
-
-    Raises:
-        InputError: a table is damaged.
     """
     groups = []
     for step in _steps(run) if steps is None else steps:

@@ -42,9 +42,6 @@ def overview(run: RunDir, step: int) -> dict[str, Any]:
         ``problems``, ``questions`` and ``pool`` (None without their table); ``accuracy``: of each
         evaluation ``name``, ``step``, ``pass@1``, ``low`` and ``high``; ``last_step`` and
         ``last_metrics``: of the last step that has metrics of its stages; ``learning_curve``, text.
-
-    Raises:
-        InputError: a table or the metrics are damaged.
     """
     metrics = run.read_metrics()
     stages = [line for line in metrics if "success_rate" in line or "train/loss" in line]

@@ -34,10 +34,6 @@ def write_report(run: RunDir) -> Path:
     Args:
         run: its metrics, recipe, evaluations, provenance, and some steps' rollouts and verdicts;
             each may be missing.
-
-    Raises:
-        InputError: ``metrics.jsonl`` is not JSON lines, a table is damaged, or the recipe of a run
-            that has begun is gone.
     """
     run.own_recipe()
     metrics = run.read_metrics()

@@ -24,9 +24,6 @@ def describe(path: Path) -> dict[str, Any]:
 
     Returns:
         ``kind`` is ``run``, ``evaluation`` or ``table``; the rest depends on it.
-
-    Raises:
-        InputError: nothing is there that can be shown, or a file of it is damaged.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")

@@ -44,9 +44,6 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     The working directory is the run's within the block, so that relative paths in a query are
     those of the views. What is created lives in memory; no file is within reach but the run's,
     nothing is installed or fetched, and no setting can be changed.
-
-    Raises:
-        InputError: no such directory, or no file of a run in it, or a damaged one.
     """
     import duckdb
 

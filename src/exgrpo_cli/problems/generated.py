@@ -41,10 +41,6 @@ def generate(
         count: problems of each kind, all different; fewer where it has no more, and that is said.
         options: of every kind that has an option of this name, or of one: ``KIND.OPTION``.
         verifier: None: the kind's own scorer.
-
-    Raises:
-        InputError: no such kind or option, with the nearest one; a value that the kind refuses;
-            reasoning-gym is not installed.
     """
     if find_spec("reasoning_gym") is None:
         raise InputError(f"{source}: needs reasoning-gym; run: pip install reasoning-gym")

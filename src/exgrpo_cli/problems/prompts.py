@@ -27,10 +27,6 @@ def render_prompt(
     Args:
         prompt: messages with ``role`` and ``content``.
         settings: template, chat_template_kwargs, plain_template, system and replace_system.
-
-    Raises:
-        InputError: no user message, or the template refuses the chat or does not know a key of
-            chat_template_kwargs.
     """
     messages = [
         {"role": m["role"], "content": m["content"]}

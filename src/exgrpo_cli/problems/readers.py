@@ -97,12 +97,7 @@ def set_name(path: Path) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a problem set, sorted by name.
-
-    Raises:
-        InputError: nothing is there, an unknown kind of file, or a folder with several kinds or
-            several splits (train and test), of which one must be told.
-    """
+    """The files of a problem set, sorted by name."""
     if path.is_dir():
         return _folder(path)
     if not path.exists():
@@ -158,9 +153,6 @@ def open_file(file: Path, *, whole: bool = False) -> Opened:
     Args:
         file: of a known kind.
         whole: read the long columns of Parquet and Arrow files too (:data:`LEFT_OUT`).
-
-    Raises:
-        InputError: an empty or damaged file; also from the rows, where it shows only there.
     """
     if not file.exists():
         raise InputError(f"{file}: no such file")

@@ -54,9 +54,6 @@ def read_answered(
         path: see :mod:`exgrpo_cli.problems.readers`.
         told: the file's column for a field (:data:`FIELDS`).
         skip_bad: give the error of a row that cannot be read, instead of raising it.
-
-    Raises:
-        InputError: no such file, a damaged one, or naming file and row what cannot be read.
     """
     check_fields(told, FIELDS)
     for file in files_of(path):

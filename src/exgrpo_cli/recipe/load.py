@@ -114,9 +114,6 @@ def parse_recipe(
     Args:
         values: as read from TOML.
         flags: what gave a key its value, by dotted key, where that was not ``origin``.
-
-    Raises:
-        InputError: an unknown key (with the nearest valid one), or a value out of its range.
     """
     try:
         return Recipe.model_validate(_without_gone(values, origin, flags or {}))
@@ -139,11 +136,7 @@ def parse_recipe(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as a dictionary.
-
-    Raises:
-        InputError: no such file, or not TOML.
-    """
+    """A TOML file as a dictionary."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -161,11 +154,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_sets(sets: Sequence[str]) -> dict[str, Any]:
-    """The keys and values of ``--set KEY=VALUE``, of equal keys the last.
-
-    Raises:
-        InputError: a text without ``=``.
-    """
+    """The keys and values of ``--set KEY=VALUE``, of equal keys the last."""
     found = {}
     for text in sets:
         key, equals, value = text.partition("=")
@@ -178,11 +167,7 @@ def parse_sets(sets: Sequence[str]) -> dict[str, Any]:
 
 
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in a nested dictionary, in place; ``None`` is left out.
-
-    Raises:
-        InputError: a part of the key is a value, not a section.
-    """
+    """Set a dotted key in a nested dictionary, in place; ``None`` is left out."""
     if value is None:
         return
     *sections, leaf = key.split(".")

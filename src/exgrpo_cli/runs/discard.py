@@ -24,10 +24,6 @@ def discard_after(run: RunDir, step: int, lag: int = 0) -> list[int]:
 
     Args:
         lag: ``loop.lag``: the step, and those after it, are sampled by policies from t - lag on.
-
-    Raises:
-        InputError: the policy or the optimizer's state is gone, so that the step could not be
-            sampled or trained again.
     """
     for number in range(max(step - lag, run.first_step(), 1), step + 1):
         refuse_removed(run.policy(number))

@@ -47,9 +47,6 @@ def evaluate_set(
     Args:
         name: the set's name in paths and metrics.
         source: its problems, in any known format.
-
-    Raises:
-        InputError: the run was evaluated on another set of this name; see the stage.
     """
     from exgrpo_cli.stages.evaluate import evaluate, evaluation_metrics
 

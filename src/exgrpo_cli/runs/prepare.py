@@ -225,9 +225,6 @@ def adopt(step: Step) -> None:
     Args:
         step: of a run directory (made when it is not there), with ``rollouts`` and ``verdicts``
             and perhaps ``scores`` given, and ``problems`` where the run has none yet.
-
-    Raises:
-        InputError: the run holds other files in that place, or the rollouts are of another step.
     """
     import polars as pl
 

@@ -67,11 +67,7 @@ def score_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
 
 
 def train_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
-    """The train stage in ``train.processes`` processes of this machine, by torchrun.
-
-    Raises:
-        StageError: a process failed.
-    """
+    """The train stage in ``train.processes`` processes of this machine, by torchrun."""
     from exgrpo_cli.training.trainer_state import read_trainer
 
     count = recipe.train.processes

@@ -124,9 +124,6 @@ def split_devices(recipe: Recipe) -> Shares:
     ``rollout.tensor_parallel``, or ``score.processes``), training ``train.processes``. Both see all
     where the recipe names a device (``cuda:1``), or where ``rollout.gpu_memory_utilization`` leaves
     half of each GPU.
-
-    Raises:
-        InputError: there are too few GPUs.
     """
     rollout, score, train = recipe.rollout, recipe.score, recipe.train
     kind, there = resolve_engine(rollout.engine), gpus()

@@ -267,9 +267,6 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
         by hand; ``sbatch``: options for ``GPU`` and ``CPU`` jobs (None where not known);
         ``next``: ``step``, ``stage`` (``init`` before there are problems, ``done`` when all steps
         are trained, ``finished`` when no question is left) and ``command``.
-
-    Raises:
-        InputError: the recipe is damaged, or the folder holds other things than a run.
     """
     own = run.own_recipe()
     recipe = load_recipe(own) if own else None

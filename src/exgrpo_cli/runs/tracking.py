@@ -33,9 +33,6 @@ def open_tracker(kind: str, run: RunDir, config: dict[str, Any]) -> Track:
         kind: ``none``, ``trackio``, ``wandb`` or ``tensorboard``.
         run: the run directory; nothing is written there before the first metrics.
         config: the recipe, for trackers that keep one.
-
-    Raises:
-        InputError: the tracker is not installed, or does not start (such as without a login).
     """
     if kind == "none":
         return lambda step, metrics: None

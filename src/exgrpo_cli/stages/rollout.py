@@ -114,9 +114,6 @@ def ensure_plan(step: Step, recipe: Recipe, log: Log = quiet) -> Path | None:
 
     Returns:
         Its path; None for loose files without one.
-
-    Raises:
-        InputError: a later step without a plan.
     """
     path = step.find("plan")
     if path is None or path.exists() or "plan" in step.given or step.run is None:

@@ -41,9 +41,6 @@ def encode_prompts(
         prompts: the chat of each problem.
         recipe: the template, and ``rollout.max_prompt_tokens``.
         log: is told how many prompts were left out.
-
-    Raises:
-        InputError: a prompt has no tokens; the problem is named.
     """
     encoded = {}
     too_long = []

@@ -154,9 +154,6 @@ def explain(
         ``parsed_answer``, ``parsed_extracted`` (as the verifier reads them; None where it does
         not), ``status``, ``correct``, ``reward``, ``seconds``, ``why``, and ``response_end``: the
         last 300 characters of the response.
-
-    Raises:
-        InputError: no such rollout; otherwise as :func:`verify`.
     """
     from exgrpo_cli.verifiers.pool import Pool
 

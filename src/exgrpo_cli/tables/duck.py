@@ -85,9 +85,6 @@ def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str
     Args:
         sql: with ``$name`` parameters.
         parameters: file lists (from :func:`literal`) and values.
-
-    Raises:
-        InputError: a file is damaged, or a column is missing or of another type.
     """
     import duckdb
 

@@ -107,9 +107,6 @@ def link_file(source: Path, target: Path) -> bool:
 
     Returns:
         Whether it is a link.
-
-    Raises:
-        InputError: another file lies there.
     """
     if target.exists():
         linked = target.samefile(source)

@@ -12,11 +12,7 @@ from exgrpo_cli.errors import InputError
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """The Parquet files of a table: the file itself, or those in the folder, sorted by name.
-
-    Raises:
-        InputError: nothing is there, or the folder holds no Parquet file.
-    """
+    """The Parquet files of a table: the file itself, or those in the folder, sorted by name."""
     if path.is_dir():
         files = sorted(p for p in path.glob("*.parquet") if not p.name.startswith("."))
         if not files:
@@ -48,9 +44,6 @@ def parse_shard(text: str | None) -> Shard:
     ``SLURM_ARRAY_TASK_MIN`` is subtracted, so ``--array=1-8`` and ``--array=0-7`` are the same.
     An array with gaps (``--array=2,5``, to send two tasks again) does not tell how many tasks share
     the work, so it needs ``--shard``.
-
-    Raises:
-        InputError: the text is not I/N with 0 <= I < N, or the array has gaps.
     """
     origin = "--shard"
     if text is None:
@@ -129,9 +122,6 @@ def require_all_parts(folder: Path, what: str, mend: str) -> list[Path]:
         folder: such as ``rollouts/step-00007``.
         what: the words for the message, such as ``rollouts of step 7``.
         mend: the command that makes the missing ones.
-
-    Raises:
-        InputError: nothing there, or as :func:`require_one_division`.
     """
     if not folder.exists():
         raise InputError(f"{folder}: no {what} yet; {mend}")

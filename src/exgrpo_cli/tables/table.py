@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def write_table(table: str, data: pl.DataFrame, path: Path) -> None:
-    """Write a whole table file atomically, with exactly the schema's columns in order.
-
-    Raises:
-        InputError: a column is missing, of another type, or null where it may not be.
-    """
+    """Write a whole table file atomically, with exactly the schema's columns in order."""
     check_frame(table, data, path)
     # Opened here: interrupted, polars' threads may yet open a path that they were given.
     with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -111,11 +107,7 @@ def _damaged(path: Path, error: Exception) -> str:
 
 
 def check_columns(table: str, path: Path, columns: Sequence[str] | None = None) -> None:
-    """Check a file's columns against the schema by its footer alone.
-
-    Raises:
-        InputError: naming the file, the column, what was found and what was expected.
-    """
+    """Check a file's columns against the schema by its footer alone."""
     import polars as pl
 
     try:
@@ -161,12 +153,7 @@ def _readable_as(found: pl.DataType, expected: pl.DataType) -> bool:
 
 
 def check_frame(table: str, data: pl.DataFrame, path: Path) -> None:
-    """Check a frame that is about to be written.
-
-    Raises:
-        InputError: a missing column, another type, a null where none may be, a row whose list
-            columns are not equally long; the row is named by its number, counted from 1.
-    """
+    """Check a frame that is about to be written."""
     expected = polars_schema(table)
     for name, (kind, _, _) in SCHEMAS[table].items():
         if name not in data.columns:

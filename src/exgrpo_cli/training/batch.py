@@ -94,9 +94,6 @@ class Batch:
     def read(cls, step: Step) -> Batch:
         """Read a step's ``rollouts``, ``verdicts``, and where there are any ``scores`` and
         ``curated``.
-
-        Raises:
-            InputError: files that are damaged, or of different steps, policies or divisions.
         """
         name = str(step.rollouts)
         rollouts = _read_rollouts(step.rollouts, step.number)
@@ -124,9 +121,6 @@ class Batch:
         Args:
             recipe: ``objective``, and ``rollout.samples``: with one alone there are no rollouts
                 beside the replayed trajectory.
-
-        Raises:
-            InputError: a trajectory of a question that has no replay rollouts.
         """
         members: dict[tuple[str, str], list[tuple[Row, float]]] = {}
         for row, key, reward in self._fresh():

@@ -43,9 +43,6 @@ def process_group(device: str) -> Iterator[str]:
 
     Yields:
         The device of this process: with several, ``cuda`` becomes that of its local rank.
-
-    Raises:
-        InputError: a device that several processes cannot share.
     """
     if processes() == 1:
         yield device

@@ -196,11 +196,7 @@ def _read_state(
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
-    """The description in a trainer state: ``step``, ``updates``, ``metrics``, ...
-
-    Raises:
-        InputError: no such state, or not one.
-    """
+    """The description in a trainer state: ``step``, ``updates``, ``metrics``, ..."""
     file = path / "trainer.json"
     try:
         description = json.loads(file.read_text(encoding="utf-8"))
