@@ -111,8 +111,6 @@ def work_out(
     Args:
         slips: probability, by operator, that a result is off by one (up or down); the
             operations after it go on from the wrong value. None: correct work.
-        rng: source of the slips; needed with ``slips``.
-        totals: box every result.
     """
     value, text, results = chain[0], "", []
     for operator, operand in chain[1]:
@@ -225,7 +223,6 @@ def make_demo_model(
     Args:
         out: the folder to write: a plain Hugging Face folder in float32, with tokenizer.
         seed: of the weights and of the warm-up's problems.
-        start: the demo's, or the weak one.
         steps: optimizer steps of the two phases; default those of ``start``.
         samples: held-out problems for the accuracy, at most 300; 0 measures none.
 

@@ -58,7 +58,6 @@ def bootstrap_interval(
 
     Args:
         values: one value a problem, ``[problems]``.
-        resamples: how many resampled sets.
         seed: the same seed and values, in any order, give the same interval.
 
     Raises:
@@ -149,7 +148,6 @@ def summarise(
         frame: a row a sample: ``problem_id``, ``source``, ``correct`` (bool), ``finish_reason``
             and ``tokens`` (response length).
         ks: the k of pass@k; one above the fewest samples of a row's problems is left out there.
-        bootstrap: resamples of the 95% intervals.
 
     Returns:
         ``(rows, overall)``: a row a source, in alphabetical order, and the same over everything,
@@ -194,7 +192,6 @@ def average_of_sources(frame: pl.DataFrame, bootstrap: int, seed: int) -> dict[s
     """Mean pass@1 over the sources, each weighing the same: how benchmarks are averaged in papers.
 
     Args:
-        frame: as for :func:`summarise`.
         bootstrap: resamples of the 95% interval; problems are resampled within their source.
 
     Returns:
@@ -239,9 +236,6 @@ def interval_of(row: Mapping[str, Any], k: int) -> tuple[float, float]:
 def format_table(summary: Mapping[str, Any]) -> Table:
     """An evaluation's summary as a rich table: a line a source, and where there are several, one
     over all problems and one with the average of the sources.
-
-    Args:
-        summary: what ``evaluate`` returns, or its ``summary.json``.
     """
     from rich.markup import escape
     from rich.table import Table

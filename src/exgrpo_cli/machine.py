@@ -42,9 +42,6 @@ def is_first_of_machine() -> bool:
 def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]:
     """Environment variables for processes that share this machine's devices.
 
-    Args:
-        gpus_each: how many GPUs one takes.
-
     Returns:
         For each process ``CUDA_VISIBLE_DEVICES``; without a GPU, cores instead, where the
         environment does not say which already.

@@ -29,9 +29,6 @@ def learning_curve(metrics: Metrics, width: int = 40) -> str:
         heldout pass@1 [95% interval: from the end of █ to the end of ░]
         step     0  0.245 [0.214, 0.277]  █████████▓░
         step    10  0.472 [0.436, 0.509]  █████████████████▓▓░
-
-    Args:
-        width: characters of a bar of 1.0.
     """
     blocks = []
     for name in evaluation_names(metrics):

@@ -73,7 +73,6 @@ def stage_line(what: str, seconds_left: float | None) -> Iterator[None]:
     """On a terminal, one line that says what a loop does and how long the rest of it takes.
 
     Args:
-        what: such as ``step 12 of 50: rollout``.
         seconds_left: of the whole run; None where that is not known yet.
     """
     global _shown
@@ -95,7 +94,6 @@ def progress(what: str, total: int, log: Log) -> Iterator[Advance]:
 
     Args:
         what: a few words, such as ``rollout step 7``.
-        total: how many items there are.
     """
     began = time.monotonic()
     if _shown is not None:

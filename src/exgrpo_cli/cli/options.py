@@ -252,12 +252,9 @@ def open_step(
     here in peace: make or SLURM may have sent it ahead.
 
     Args:
-        run: the run directory; None for loose files.
         kind: of what the stage reads: ``policy``, ``rollouts`` or ``curated``.
         needs: options that loose files need, by name.
         source: the input itself, where it is given: then the step is 0 unless it is told.
-        policy: what samples, where it is given.
-        **given: other paths, see :meth:`exgrpo_cli.step.Step.of`.
     """
     from exgrpo_cli.experience.plan import all_retired
     from exgrpo_cli.step import Step

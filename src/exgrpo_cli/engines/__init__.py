@@ -82,7 +82,6 @@ def open_engine(recipe: Recipe, policy: str) -> Engine:
     """Load a policy into the recipe's engine.
 
     Args:
-        recipe: ``rollout.engine`` and what the engines need.
         policy: a Hugging Face folder, a PEFT adapter folder, or a hub name.
     """
     kind = resolve_engine(recipe.rollout.engine)

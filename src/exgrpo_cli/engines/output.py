@@ -58,9 +58,6 @@ def heard(show: bool) -> Iterator[Callable[[], str]]:
     write to our descriptor 2, as before. Python's own ``sys.stderr`` is another one (see
     :mod:`exgrpo_cli.interrupts`), so that our lines are not held up.
 
-    Args:
-        show: pass it on at once, too.
-
     Yields:
         A function for what was written (the last 1 MiB), to be called after the block.
     """
@@ -135,11 +132,7 @@ def root_cause(text: str) -> str:
 
 
 def explained(error: str, text: str) -> str:
-    """Why vLLM did not start and what can be done, in one line.
-
-    Args:
-        text: what the others wrote.
-    """
+    """Why vLLM did not start and what can be done, in one line."""
     cause = root_cause(text)
     ended = re.search(r": -(\d+)", error)  # Failed core proc(s): {'EngineCore': -9}
     if not cause and ended:

@@ -64,10 +64,7 @@ def run_sql(
     """Run the statements of a query file in order; each is given the parameters that it names.
 
     Args:
-        con: with the tables that the query names.
-        name: the query.
         text: what to run in place of its file's text.
-        **parameters: by name.
 
     Returns:
         The rows of the last statement.

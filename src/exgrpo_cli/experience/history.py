@@ -145,7 +145,6 @@ def read_scored(
     """Mean entropies from a step's scores into the working table ``scored``.
 
     Args:
-        con: the connection.
         files: of the step; None where nothing of it was sampled yet.
         replay: those of the stored trajectories instead of the step's own rollouts.
     """

@@ -79,7 +79,6 @@ def first_plan(problems: Path, recipe: Recipe, log: Log = quiet) -> pl.DataFrame
     """The plan of step 0: fresh questions only.
 
     Args:
-        problems: the ``problems`` table.
         recipe: ``curate.questions`` questions are drawn (all of them where there are fewer), with
             ``rollout.samples`` samples each, by ``seed``.
     """

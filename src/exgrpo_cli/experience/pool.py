@@ -167,8 +167,6 @@ class Experience:
 
         Args:
             found: what the tables were derived from; None where that is not known.
-            upto: the step.
-            digests: of the history, as it is now.
 
         Returns:
             Whether they could; else nothing was loaded.

@@ -193,9 +193,6 @@ def _columns(file: Path) -> dict[str, str]:
 def match_table(columns: Mapping[str, str]) -> tuple[str, list[str]]:
     """Which of the tables has these columns.
 
-    Args:
-        columns: names to types.
-
     Returns:
         Its name and the columns that are missing for it: none for a match, where the table with
         the most columns wins; else the nearest table.

@@ -89,7 +89,6 @@ def answer(con: duckdb.DuckDBPyConnection, text: str, form: str, out: TextIO) ->
     """Run SQL and write what it returns.
 
     Args:
-        text: one or more statements.
         form: ``table``, ``csv`` (with a header; lists and structs as JSON) or ``json`` (an object
             a line).
 

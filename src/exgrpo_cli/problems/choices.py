@@ -118,7 +118,6 @@ def gold_letters(
     It may be given as the option's label, its place from 0, or its text.
 
     Args:
-        options: as :func:`options_in` gives them.
         told: the column that names it, where the user says so.
 
     Raises:

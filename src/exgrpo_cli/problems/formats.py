@@ -136,8 +136,6 @@ def detect(file: Path, columns: Sequence[str], rows: Rows, told: Mapping[str, st
     """The formats that a file fits, the most specific first.
 
     Args:
-        columns: its columns.
-        rows: its first rows.
         told: the columns that the user names, by field (:data:`FIELDS`).
     """
     rows = [by_known_names(row) for row in rows]

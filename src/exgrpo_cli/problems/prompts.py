@@ -23,10 +23,6 @@ def render_prompt(
     With a chat template: the template with its generation prompt, which places all special
     tokens. Without one, or with ``model.template = "plain"``: the system text, if any, and the
     last user message put into ``model.plain_template``, without special tokens.
-
-    Args:
-        prompt: messages with ``role`` and ``content``.
-        settings: template, chat_template_kwargs, plain_template, system and replace_system.
     """
     messages = [
         {"role": m["role"], "content": m["content"]}

@@ -151,7 +151,6 @@ def open_file(file: Path, *, whole: bool = False) -> Opened:
     """A file's columns and rows.
 
     Args:
-        file: of a known kind.
         whole: read the long columns of Parquet and Arrow files too (:data:`LEFT_OUT`).
     """
     if not file.exists():

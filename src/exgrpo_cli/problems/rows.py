@@ -229,8 +229,6 @@ def _golds(row: Row, how: Reading, verifier: str, said: str | None = None) -> li
     """A row's gold answers.
 
     Args:
-        how: its format, and columns that were told.
-        verifier: what judges it.
         said: what the assistant answered at the end of a chat.
     """
     fmt, told = how.fmt, how.told.get("answer")

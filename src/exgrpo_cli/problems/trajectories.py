@@ -51,8 +51,6 @@ def read_answered(
     """The rows of a file or folder of trajectories.
 
     Args:
-        path: see :mod:`exgrpo_cli.problems.readers`.
-        told: the file's column for a field (:data:`FIELDS`).
         skip_bad: give the error of a row that cannot be read, instead of raising it.
     """
     check_fields(told, FIELDS)

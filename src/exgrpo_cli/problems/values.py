@@ -211,8 +211,6 @@ def worked_gold(text: str, column: str, *, box_only: bool = False, line: bool = 
     r"""The gold answer of a worked solution, found as in a response.
 
     Args:
-        column: its name, for the message.
-        box_only: whether only a ``\boxed{...}`` counts.
         line: whether one line that is no sentence is the answer itself, as in many sets.
 
     Raises:

@@ -112,7 +112,6 @@ def parse_recipe(
     """A nested dictionary as a recipe.
 
     Args:
-        values: as read from TOML.
         flags: what gave a key its value, by dotted key, where that was not ``origin``.
     """
     try:

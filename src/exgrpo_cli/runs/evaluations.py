@@ -42,12 +42,7 @@ def evaluate_due(session: Session, step: int) -> None:
 def evaluate_set(
     session: Session, step: int, name: str, source: Path, *, force: bool = False
 ) -> Summary:
-    """Evaluate a run's policy of a step on one problem set and record the metrics.
-
-    Args:
-        name: the set's name in paths and metrics.
-        source: its problems, in any known format.
-    """
+    """Evaluate a run's policy of a step on one problem set and record the metrics."""
     from exgrpo_cli.stages.evaluate import evaluate, evaluation_metrics
 
     run, recipe = session.run, session.recipe

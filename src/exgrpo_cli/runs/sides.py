@@ -202,10 +202,6 @@ def side_by_side(run: RunDir, shares: Shares, log: Log, tick: Callable[[], None]
     """Do both sides of a run at the same time, each in a process of its own, to their ends.
 
     Where one ends badly, so does the other. Neither outlives this process.
-
-    Args:
-        shares: of the machine.
-        tick: called now and then.
     """
     log(f"loop.lag: sampling and training at the same time, {shares.words}")
     started: list[_Process] = []

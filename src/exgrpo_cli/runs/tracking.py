@@ -30,7 +30,6 @@ def open_tracker(kind: str, run: RunDir, config: dict[str, Any]) -> Track:
     from the first metrics on; tensorboard's event files lie in ``RUN/tensorboard``.
 
     Args:
-        kind: ``none``, ``trackio``, ``wandb`` or ``tensorboard``.
         run: the run directory; nothing is written there before the first metrics.
         config: the recipe, for trackers that keep one.
     """

@@ -173,10 +173,6 @@ def evaluate(
 def evaluation_metrics(name: str, summary: Mapping[str, Any]) -> dict[str, float]:
     """A summary as flat metrics: ``eval/NAME/pass@1``, ``eval/NAME/pass@1_low``, and so on.
 
-    Args:
-        name: of the problem set.
-        summary: the metrics that :func:`evaluate` returned.
-
     Returns:
         Numbers over all problems; where there are several sources, also
         ``eval/NAME/SOURCE/pass@1`` and the rest of each.

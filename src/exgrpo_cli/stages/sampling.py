@@ -38,7 +38,6 @@ def encode_prompts(
     """Prompt token ids of every problem whose prompt is not too long.
 
     Args:
-        prompts: the chat of each problem.
         recipe: the template, and ``rollout.max_prompt_tokens``.
         log: is told how many prompts were left out.
     """

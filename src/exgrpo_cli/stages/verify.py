@@ -146,9 +146,6 @@ def explain(
 ) -> dict[str, Any]:
     """Judge one rollout afresh and say how its answers were understood.
 
-    Args:
-        step: reads ``rollouts`` and ``problems``.
-
     Returns:
         ``rollout_id``, ``problem_id``, ``verifier``, ``answer`` (the gold), ``extracted``,
         ``parsed_answer``, ``parsed_extracted`` (as the verifier reads them; None where it does

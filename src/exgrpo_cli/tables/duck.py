@@ -80,12 +80,7 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 
 def query(sql: str, parameters: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
-    """Rows of a DuckDB query over Parquet files, as dictionaries.
-
-    Args:
-        sql: with ``$name`` parameters.
-        parameters: file lists (from :func:`literal`) and values.
-    """
+    """Rows of a DuckDB query over Parquet files, as dictionaries."""
     import duckdb
 
     with _database().cursor() as cursor, interrupts.ended_by(cursor.interrupt):

@@ -91,14 +91,7 @@ def divisions(files: Iterable[Path]) -> dict[int, set[int]]:
 def require_one_division(
     folder: Path, files: Sequence[Path], mend: str, prefix: str = "part"
 ) -> None:
-    """Refuse parts of one kind of which some are missing.
-
-    Args:
-        folder: where they lie.
-        files: the parts, at least one.
-        mend: the command that makes the missing ones.
-        prefix: ``part`` or ``replay``.
-    """
+    """Refuse parts of one kind of which some are missing."""
     found = divisions(files)
     if len(found) > 1:
         words = "parts" if prefix == "part" else f"{prefix} parts"
@@ -119,9 +112,7 @@ def require_all_parts(folder: Path, what: str, mend: str) -> list[Path]:
     """The parts in a folder, refused when some are missing.
 
     Args:
-        folder: such as ``rollouts/step-00007``.
         what: the words for the message, such as ``rollouts of step 7``.
-        mend: the command that makes the missing ones.
     """
     if not folder.exists():
         raise InputError(f"{folder}: no {what} yet; {mend}")

@@ -79,7 +79,6 @@ def check_unique(table: str, data: pl.DataFrame, path: Path, more: str = "") -> 
     """Refuse a key that is there twice, where the frame has all columns of the table's key.
 
     Args:
-        data: rows of one file or of several.
         more: the end of the message; by default the row.
     """
     import polars as pl

@@ -52,7 +52,6 @@ def is_silent(recipe: Recipe, size: int, *, cut: bool, replayed: bool) -> bool:
     """Whether a row's advantage is 0 whatever its reward.
 
     Args:
-        recipe: ``objective.truncated`` and ``rollout.samples``.
         size: rows of its group; a row that is left alone has nothing to be better than.
         cut: whether the response ended at the length limit.
         replayed: whether it is a stored trajectory, which always speaks.

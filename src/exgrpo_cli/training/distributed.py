@@ -149,10 +149,6 @@ def full_state(model: nn.Module, names: Collection[str] | None = None) -> dict[s
     """The state dict with whole tensors, on the first process's CPU; empty on the others.
 
     Tensors that share memory (tied) still do. In a single process it is the plain state dict.
-
-    Args:
-        model: sharded or not.
-        names: which tensors; None for all.
     """
     wanted = {n: v for n, v in model.state_dict().items() if names is None or n in names}
     if ranks() == 1:

@@ -62,7 +62,6 @@ def open_head(model: nn.Module, root: nn.Module | None = None) -> Head:
 
     Args:
         model: a transformers causal language model, or a ``peft.PeftModel`` on one.
-        root: see :class:`Head`.
     """
     inner: Any = model
     if hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
@@ -209,14 +208,10 @@ def packed_sdpa(
     (``AttentionInterface``); without ``sequence_bounds`` it is its own SDPA attention.
 
     Args:
-        module: the attention layer.
         query: ``[1, heads, T, D]``.
         key: ``[1, key heads, T, D]``.
-        value: as ``key``.
-        attention_mask: not used with ``sequence_bounds``.
         sequence_bounds: 0, the end of the first sequence, of the second, ..., T.
         sliding_window: how many tokens back attention reaches; None for all.
-        settings: ``scaling`` and ``dropout``.
 
     Returns:
         ``[1, T, heads, D]``, and None for the attention weights.

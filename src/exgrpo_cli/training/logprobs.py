@@ -51,8 +51,6 @@ def linear_statistics(
         weight: ``[V, H]`` of the head.
         bias: ``[V]`` or None.
         labels: ``[T]`` int64.
-        temperature: above 0.
-        entropies: whether they are wanted.
         chunk_tokens: tokens a chunk; by default by the vocabulary's size.
 
     Returns:
@@ -76,7 +74,6 @@ def logits_statistics(logits: Tensor, labels: Tensor, temperature: float) -> tup
     Args:
         logits: ``[T, V]``; -inf for a token that cannot come is allowed.
         labels: ``[T]`` int64.
-        temperature: above 0.
 
     Returns:
         ``[T]`` log-probabilities and ``[T]`` entropies, nats, float32 or float64.
@@ -222,8 +219,6 @@ def token_statistics(
         head: see :func:`open_head`; its parameters get gradients unless they are switched off.
         prompt_ids: of each row; not empty.
         token_ids: response tokens of each row; not empty.
-        temperature: above 0.
-        entropies: whether they are wanted.
 
     Returns:
         ``[T]`` log-probabilities and ``[T]`` entropies (or None) over all response tokens, row
@@ -265,9 +260,6 @@ def check_rows(
     """Refuse rows that a model cannot be run on.
 
     Args:
-        prompt_ids: of each row.
-        token_ids: of each row.
-        vocabulary: ids must be below this.
         names: what to call the rows in the message; by default ``row 1``, ``row 2``, ...
     """
     for index, (prompt, response) in enumerate(zip(prompt_ids, token_ids, strict=True)):
@@ -298,9 +290,7 @@ def score_sequences(
 
     Args:
         model: a causal language model; it is run in evaluation mode.
-        prompt_ids: of each row.
         token_ids: response tokens of each row.
-        temperature: logits are divided by it; above 0.
         tokens_per_batch: tokens of one forward pass.
         head: the model taken apart, if that was done before.
 

@@ -70,7 +70,6 @@ def save_policy(
     absolute path where that is a local folder.
 
     Args:
-        model: a transformers model, or a ``peft.PeftModel``.
         tokenizer_source: the folder whose tokenizer files are copied, or a hub name.
         settings: how to open a tokenizer that has to be saved anew (of a hub name).
     """
@@ -189,8 +188,6 @@ def open_policy(
     """The policy with its trained parameters in float32 and everything else frozen.
 
     Args:
-        policy: a folder or hub name.
-        recipe: ``lora``, ``train`` and ``model``.
         device: where it will be trained.
         at_first: where it is put now.
     """

@@ -46,10 +46,7 @@ def save_trainer(
         optimizer: over the trainable parameters of ``model``, in their order.
         step: of the policy that was made, t + 1.
         updates: optimizer updates done since the run began.
-        masters: whether to save the float32 weights.
-        metrics: JSON-able.
         notes: what later steps need to know of earlier ones; JSON-able.
-        skipped: lines of ``skipped.jsonl``.
     """
     names = list(trainable(model))
     state = optimizer.state_dict()["state"]
@@ -86,12 +83,7 @@ def save_trainer(
 
 
 def fresh_state(step: int, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``trainer.json`` of a state in which nothing was updated yet, of any policy.
-
-    Args:
-        step: of the policy.
-        notes: see :func:`save_trainer`.
-    """
+    """The ``trainer.json`` of a state in which nothing was updated yet, of any policy."""
     return {
         "format": _FORMAT,
         "step": step,
@@ -115,8 +107,6 @@ def load_trainer(
     Args:
         model: the policy, as loaded from its own folder in float32; where the trainer state has
             float32 masters, they replace its weights.
-        optimizer: fresh, over the trainable parameters.
-        step: of the policy, t.
 
     Returns:
         Optimizer updates done since the run began.
@@ -157,7 +147,6 @@ def _read_state(
     """A trainer state's tensors, sharded as the parameters are that they belong to.
 
     Args:
-        parameters: that are trained.
         expected: how many tensors there are: none while every update was left out.
     """
     if expected == 0:

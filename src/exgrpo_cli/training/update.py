@@ -121,11 +121,7 @@ def accumulate_gradient(
     term needs them: their gradient is 0.
 
     Args:
-        head: the policy.
         rows: of the mini-batch; those without tokens count as rows. Every process gets all.
-        terms: the objective.
-        tokens_per_microbatch: tokens of one pass.
-        use_autocast: see :func:`autocast`.
 
     Returns:
         Sums and rows of all processes.
@@ -172,13 +168,8 @@ def _micro_batch(
     """One forward and backward pass; what it left is added to ``result``.
 
     Args:
-        head: the policy.
         rows: with tokens each; none where other processes have more to do.
-        weights: of each row's tokens.
         tokens: response tokens of the whole mini-batch.
-        terms: the objective.
-        use_autocast: see :func:`autocast`.
-        result: changed in place.
     """
     settings = terms.settings
     device = next(head.model.parameters()).device
@@ -330,7 +321,6 @@ def learning_rate(settings: TrainSettings, updates: int, progress: float) -> flo
     """The learning rate of an update: linear warm-up, then the schedule.
 
     Args:
-        settings: ``learning_rate``, ``schedule``, ``min_learning_rate`` and ``warmup_steps``.
         updates: made before, since the run began.
         progress: share of the run that is done, from 0 to 1; at 1 the schedule has come down to
             ``min_learning_rate``.
@@ -367,15 +357,10 @@ def run_updates(
     An update whose gradient norm is not finite, or above ``skip_grad_norm``, is left out and said.
 
     Args:
-        head: the policy; left in training mode.
         groups: of the mixed batch, in a fixed order; not empty.
-        terms: the objective.
-        optimizer: over the policy's trainable parameters.
         settings: learning rate, warm-up, norms, mini- and micro-batch sizes.
-        seed: of the order.
         done: optimizer updates done before this step.
         progress: share of the run that is done before and after this step.
-        log: gets a line an update.
     """
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
     chunks = even_chunks(len(groups), settings.minibatch_questions)

@@ -21,8 +21,6 @@ def judge(answer: str, extracted: str, explain: bool = False, whole: bool = Fals
         answer: the gold; read as ``\boxed{gold}``.
         extracted: likewise; with ``whole`` a running text, in which math-verify looks for the
             answer, and the gold is read as ``$gold$`` (the public ExGRPO implementation's reward).
-        explain: say how both were read.
-        whole: see ``extracted``.
 
     Returns:
         Status ``unparsable`` when math-verify reads nothing in the gold.

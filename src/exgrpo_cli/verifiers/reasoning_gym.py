@@ -39,9 +39,6 @@ def judge(
     """What the scorer says of an answer; one that it cannot read is wrong.
 
     Args:
-        answer: the gold answer.
-        extracted: the response's answer.
-        explain: whether to say how they were read.
         metadata: the entry's own, with ``source_dataset``, the kind, and perhaps ``config``, its
             options.
 

@@ -49,9 +49,6 @@ def overlong(tokens: int, truncated: bool, limit: int, margin: int) -> float:
     tokens before the limit: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
     Args:
-        tokens: the response's length.
-        truncated: whether it was cut off.
-        limit: the maximum response length.
         margin: tokens; 0 for truncated responses only.
     """
     if truncated:

@@ -132,7 +132,6 @@ def work(channel: int, keeper: int, verifier: str, memory_mb: int, token: bytes)
     Args:
         channel: a descriptor, connected with the keeper.
         keeper: its process id.
-        verifier: a built-in one, or ``path.py:function``.
         memory_mb: what it may allocate beyond its imports, MiB.
         token: for the first message, ``{"ready": true}`` or ``{"refused": why}``.
     """
