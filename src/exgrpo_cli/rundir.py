@@ -142,13 +142,9 @@ class RunDir:
     def steps(self, kind: str) -> list[int]:
         """The steps that have something under ``kind`` (``rollouts``, ``plan``, ...), sorted."""
         folder = self.root / kind
-        found = []
-        if folder.is_dir():
-            for path in folder.iterdir():
-                number = step_number(path.name.removesuffix(".parquet"))
-                if number is not None:
-                    found.append(number)
-        return sorted(set(found))
+        files = folder.iterdir() if folder.is_dir() else ()
+        names = (path.name.removesuffix(".parquet") for path in files)
+        return sorted({n for n in map(step_number, names) if n is not None})
 
     def is_removed(self, step: int) -> bool:
         """Whether a policy was trained and then removed; its folder stands for the step."""

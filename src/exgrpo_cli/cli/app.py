@@ -74,7 +74,8 @@ def _interrupted() -> NoReturn:
 
 def _fail(error: BaseException) -> NoReturn:
     if isinstance(error, InputError | StageError):
-        _say(str(error))
+        if is_first_of_machine():  # all processes of a torchrun have it alike
+            to_stderr(f"exgrpo: {error}")
         raise SystemExit(2 if isinstance(error, InputError) else 1) from None
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
@@ -99,12 +100,6 @@ def command(panel: str, name: str | None = None) -> Callable[[Callable[..., None
         app.command(name, help=text, rich_help_panel=panel)(guarded(with_shared(function)))
 
     return add
-
-
-def _say(line: str) -> None:
-    """An error that every process of a ``torchrun`` has alike, once a machine."""
-    if is_first_of_machine():
-        to_stderr(f"exgrpo: {line}")
 
 
 def reader_is_gone(*_: object) -> NoReturn:

@@ -112,14 +112,11 @@ def _advantages(rows: list[dict[str, Any]], recipe: Recipe) -> list[float]:
     rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     index = torch.zeros(len(rows), dtype=torch.int64)
     values = group_advantages(rewards, index, recipe.objective.divide_by_std).tolist()
-    return [
-        0.0
-        if is_silent(
-            recipe, len(rows), cut=row["finish_reason"] == "length", replayed=bool(row.get("past"))
-        )
-        else value
-        for row, value in zip(rows, values, strict=True)
+    silent = [
+        is_silent(recipe, len(rows), cut=r["finish_reason"] == "length", replayed="past" in r)
+        for r in rows
     ]
+    return [0.0 if none else value for none, value in zip(silent, values, strict=True)]
 
 
 def _replayed(run: RunDir, step: int, problem_ids: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -182,12 +179,10 @@ def _shown(row: Mapping[str, Any], advantage: float, step: int) -> dict[str, Any
     if row.get("past"):
         verdict = "replayed" if row["correct"] else f"replayed, {verdict}"
         place = "best" if row["rank"] == 1 else f"number {row['rank']}"
-        css, detail = (
-            "again",
-            (
-                f"collected in step {row['collected_step']}, {place} of {row['candidates']} by mean"
-                f" entropy {row['mean_entropy']:.3f} nats"
-            ),
+        css = "again"
+        detail = (
+            f"collected in step {row['collected_step']}, {place} of {row['candidates']} by mean"
+            f" entropy {row['mean_entropy']:.3f} nats"
         )
     extracted = row.get("extracted")
     return {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from exgrpo_cli.errors import InputError
+from exgrpo_cli.errors import InputError, first_line
 
 if TYPE_CHECKING:
     import polars as pl
@@ -175,8 +175,8 @@ def open_file(file: Path, *, whole: bool = False) -> Opened:
 
 
 def _unreadable(file: Path, kind: str, error: BaseException) -> InputError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return InputError(f"{file}: not a readable {kind} file (truncated or damaged?): {reason}")
+    why = first_line(error)
+    return InputError(f"{file}: not a readable {kind} file (truncated or damaged?): {why}")
 
 
 @contextlib.contextmanager

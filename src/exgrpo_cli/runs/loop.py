@@ -107,7 +107,7 @@ def _in_turn(place: RunDir, recipe: Recipe, log: Log, send: Callable[[int], None
         evaluate_due(session, 0)
         for number in range(recipe.loop.steps):
             began = time.monotonic()
-            step = session.step(number)
+            step = Step.of(place, number)
             if place.policy(number + 1).is_dir():  # but were its metrics recorded?
                 train_step(recipe, step, log)
             else:

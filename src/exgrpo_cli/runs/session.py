@@ -7,7 +7,6 @@ from exgrpo_cli.progress import Log, quiet
 from exgrpo_cli.recipe import Recipe
 from exgrpo_cli.rundir import RunDir
 from exgrpo_cli.stages.verify import open_pool
-from exgrpo_cli.step import Step
 
 
 class Session:
@@ -19,13 +18,8 @@ class Session:
         self.log = log
         self.engine = WarmEngine(recipe, log)
         self.pool = open_pool(recipe)
-
         self.iterations: list[float] = []
         """Seconds of those done so far."""
-
-    def step(self, number: int) -> Step:
-        """A step of the run."""
-        return Step.of(self.run, number)
 
     def seconds_left(self, number: int) -> float | None:
         """What the run takes from this step on; None before the first was done. Where there are

@@ -53,7 +53,7 @@ def _sample(session: Session) -> None:
     run, recipe, log = session.run, session.recipe, session.log
     end, number = recipe.loop.steps, 0
     while True:
-        step, began = session.step(number).lagged(recipe.loop.lag), time.monotonic()
+        step, began = Step.of(run, number).lagged(recipe.loop.lag), time.monotonic()
         policy = number - step.lag
         if policy > end:
             break

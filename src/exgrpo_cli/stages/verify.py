@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo_cli import tables
-from exgrpo_cli.errors import InputError, StageError
+from exgrpo_cli.errors import InputError, StageError, first_line
 from exgrpo_cli.machine import cores
 from exgrpo_cli.problems.values import golds_of
 from exgrpo_cli.progress import Log, quiet
@@ -255,9 +255,9 @@ def _read_rows(
                     )
                 yield dict(zip(columns, row, strict=True))
     except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
+        why = first_line(error)
         raise InputError(
-            f"{file}: not a readable Parquet file (truncated or damaged?): {reason}"
+            f"{file}: not a readable Parquet file (truncated or damaged?): {why}"
         ) from error
 
 
