@@ -35,7 +35,7 @@ def learning_curve(metrics: Metrics, width: int = 40) -> str:
         prefix = f"eval/{name}/pass@1"
         lines = [f"{name} pass@1 [95% interval: from the end of █ to the end of ░]"]
         bounds = {step: (low, high) for step, low, high in band(metrics, prefix)}
-        for step, value in _spread(series(metrics, prefix), 30):
+        for step, value in _spread(series(metrics, prefix)):
             low, high = bounds.get(step, (value, value))
             lines.append(
                 f"step {step:5.0f}  {value:.3f} [{low:.3f}, {high:.3f}]"
@@ -43,7 +43,7 @@ def learning_curve(metrics: Metrics, width: int = 40) -> str:
             )
         blocks.append("\n".join(lines))
     if not blocks:
-        points = _spread(series(metrics, "success_rate"), 30)
+        points = _spread(series(metrics, "success_rate"))
         if points:
             lines = [f"step {s:5.0f}  {v:.3f}  {_bar(v, v, v, width)}".rstrip() for s, v in points]
             blocks.append("\n".join(["success rate of the rollouts", *lines]))
@@ -56,11 +56,11 @@ def _bar(value: float, low: float, high: float, width: int) -> str:
     return "█" * solid + "▓" * (mark - solid) + "░" * (reach - mark)
 
 
-def _spread(points: list[Point], count: int) -> list[Point]:
-    """At most ``count`` of the points, evenly spread, the first and the last among them."""
-    if len(points) <= count:
+def _spread(points: list[Point]) -> list[Point]:
+    """At most 30 of the points, evenly spread, the first and the last among them."""
+    if len(points) <= 30:
         return points
-    return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
+    return [points[round(i * (len(points) - 1) / 29)] for i in range(30)]
 
 
 def series(metrics: Metrics, name: str | tuple[str, str]) -> list[Point]:

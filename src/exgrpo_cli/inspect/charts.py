@@ -229,7 +229,6 @@ def stack_chart(
     layers: Sequence[tuple[str, str, list[Point]]],
     *,
     text: Callable[[float], str] = number,
-    wide: bool = False,
 ) -> str:
     """Layers stacked from below, each step a column; empty when there is nothing to stack.
 
@@ -283,7 +282,7 @@ def stack_chart(
         [(css, label) for css, label, _ in reversed(shown)],
         [(x(t), label) for t, label in x_ticks(steps[0], steps[-1])],
         [(y(t), label) for t, label in _labelled(ticks, text)],
-        wide,
+        wide=True,
     )
 
 
@@ -355,9 +354,9 @@ def _moving_mean(points: list[Point], window: int) -> list[Point]:
     return found
 
 
-def _thin(points: list[Point], most: int = 800) -> list[Point]:
-    """Neighbouring points averaged, so that no path has more than ``most``."""
-    size = -(-len(points) // most)
+def _thin(points: list[Point]) -> list[Point]:
+    """Neighbouring points averaged, so that no path has more than 800."""
+    size = -(-len(points) // 800)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(s for s, _ in g) / len(g), sum(v for _, v in g) / len(g)) for g in groups]
 

@@ -88,14 +88,12 @@ def charts(metrics: Metrics) -> dict[str, list[str]]:
             ),
             ("muted", "retired", series(metrics, "pool/retired")),
         ],
-        wide=True,
     )
     times = stack_chart(
         "Time",
         "seconds of each stage",
         [(f"c{i}", stage, series(metrics, f"time/{stage}")) for i, stage in enumerate(STAGES)],
         text=seconds,
-        wide=True,
     )
     sections = {
         "Learning": [*_accuracy(metrics, mark), *map(drawn, LEARNING)],
