@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.rundir import RunDir, infer_step, step_name
+from exgrpo_cli.rundir import RunDir, step_name
 from exgrpo_cli.step import Step
 
 
@@ -38,9 +38,6 @@ def test_steps_ignore_strangers_and_half_written_files(tmp_path: Path) -> None:
         (plan / name).touch()
     run = RunDir(tmp_path)
     assert run.steps("plan") == [0, 2]
-    assert infer_step(run, "plan", "do it") == 2
-    with pytest.raises(InputError, match="no rollouts yet; do it"):
-        infer_step(run, "rollouts", "do it")
 
 
 def test_policy_of_a_step(tmp_path: Path) -> None:

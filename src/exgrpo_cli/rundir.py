@@ -380,16 +380,3 @@ def refuse_removed(policy: Path) -> None:
     step = int(policy.name.removeprefix("step-"))
     command, later = RunDir(policy.parent.parent).training_again(step)
     raise InputError(f"{policy}: {why}; to make it again, run: {command}{later}")
-
-
-def infer_step(run: RunDir, kind: str, mend: str) -> int:
-    """The latest step that has ``kind``; what a stage does when ``--step`` is not given.
-
-    Raises:
-        InputError: there is none yet.
-    """
-    steps = run.steps(kind)
-    if not steps:
-        what = {"curated": "curated batch"}.get(kind, kind)
-        raise InputError(f"{run.root}: no {what} yet; {mend}")
-    return steps[-1]

@@ -287,19 +287,21 @@ def _latest_to_sample(place: RunDir) -> int:
 
 
 def _due(place: RunDir, number: int | None, kind: str, *, loose: bool) -> int:
-    from exgrpo_cli.rundir import infer_step
-
-    mend = f"run: exgrpo {'rollout' if kind == 'rollouts' else 'curate'} {place.root}"
-    if number is None:
-        latest = infer_step(place, kind, mend)
-        if kind == "curated" and not loose:  # with a lag before the policy is there to be trained
-            ready = [n for n in place.steps(kind) if n == 0 or place.policy(n).is_dir()]
-            latest = max(ready, default=latest)
-        return latest
-    if number not in place.steps(kind):
-        what = {"curated": "curated batch"}.get(kind, kind)
-        raise InputError(f"{place.root}: step {number} has no {what} yet; {mend} --step {number}")
-    return number
+    """The step as told, refused where it has no input; else the latest that has it."""
+    what, stage = ("rollouts", "rollout") if kind == "rollouts" else ("curated batch", "curate")
+    mend = f"run: exgrpo {stage} {place.root}"
+    steps = place.steps(kind)
+    if number is not None:
+        if number not in steps:
+            raise InputError(
+                f"{place.root}: step {number} has no {what} yet; {mend} --step {number}"
+            )
+        return number
+    if not steps:
+        raise InputError(f"{place.root}: no {what} yet; {mend}")
+    if kind == "curated" and not loose:  # with a lag before the policy is there to be trained
+        return max((n for n in steps if n == 0 or place.policy(n).is_dir()), default=steps[-1])
+    return steps[-1]
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
