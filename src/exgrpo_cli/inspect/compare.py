@@ -138,8 +138,13 @@ def _places(arms: Sequence[Arm], base: Arm, name: str) -> dict[str, Place]:
         found["last"] = lambda arm, member: accuracy(member, name)[-1][0]
     if len(arms) == 1:  # there is nothing to be equal to
         return found
-    spent = [_tokens_at_last(m, name) for arm in arms for m in arm.members if accuracy(m, name)]
-    tokens = min((one or 0.0 for one in spent), default=0.0)
+    spent = [
+        dict(m.spent["tokens"]).get(accuracy(m, name)[-1][0], 0.0)
+        for arm in arms
+        for m in arm.members
+        if accuracy(m, name)
+    ]
+    tokens = min(spent, default=0.0)
     if tokens > 0:
         found["tokens"] = lambda arm, member: _step_at(member, tokens)
     best = max((value for _, value in _mean(base, name)), default=None)
@@ -150,10 +155,6 @@ def _places(arms: Sequence[Arm], base: Arm, name: str) -> dict[str, Place]:
 
 def _mean(arm: Arm, name: str) -> list[Point]:
     return mean_curve(arm, lambda member: accuracy(member, name), whole=True)[0]
-
-
-def _tokens_at_last(member: Member, name: str) -> float | None:
-    return dict(member.spent["tokens"]).get(accuracy(member, name)[-1][0])
 
 
 def _step_at(member: Member, tokens: float) -> float:

@@ -49,9 +49,13 @@ def diff(run: RunDir, recorded: Recipe, other: Recipe, log: Log = quiet) -> dict
     }
     pairs = list(zip(sides["recorded"], sides["other"], strict=True))
     plans = [_as_recorded(run, a) for a, _ in pairs if run.plan(a.step).exists()]
-    keys = differences(recorded, other)
+    settings = {
+        key: list(values)
+        for key, values in differences(recorded, other).items()
+        if key.startswith("curate.") or key in ("rollout.samples", "seed")
+    }
     return {
-        "settings": {key: list(values) for key, values in keys.items() if _matters(key)},
+        "settings": settings,
         "plans_as_recorded": [sum(plans), len(plans)],
         "total": {
             **{side: _totals(sides[side]) for side in SIDES},
@@ -62,10 +66,6 @@ def diff(run: RunDir, recorded: Recipe, other: Recipe, log: Log = quiet) -> dict
             for a, b in pairs
         ],
     }
-
-
-def _matters(key: str) -> bool:
-    return key.startswith("curate.") or key in ("rollout.samples", "seed")
 
 
 def _as_recorded(run: RunDir, choice: Choice) -> bool:

@@ -190,16 +190,13 @@ def golds_in(value: Any, column: str, verifier: str) -> list[str]:
     elements = value if isinstance(value, list) else [value]
     name = f"an element of {column}" if isinstance(value, list) else column
     several = [scalar_text(element, name).strip() for element in elements]
-    golds = [text if own else bare(text) for text in several if own or not _is_none(text)]
+    none = {t for t in several if t.lower() in _NO_GOLD or t in _NO_VALUE}
+    golds = several if own else [bare(text) for text in several if text not in none]
     golds = list(dict.fromkeys(gold for gold in golds if gold))
     if not golds:
         shown = f"{several[0]!r}, which is no answer" if several and several[0] else "empty"
         raise NoGoldError(f"{column} is {shown}")
     return golds
-
-
-def _is_none(text: str) -> bool:
-    return text.lower() in _NO_GOLD or text in _NO_VALUE
 
 
 def bare(text: str) -> str:

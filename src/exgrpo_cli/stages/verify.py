@@ -96,7 +96,11 @@ def verify(
     total = _Counts()
     with (
         contextlib.nullcontext(pool) if pool is not None else open_pool(recipe) as judges,
-        _reader() as con,
+        # It reads pages as they are asked for; other readers take whole row groups, which may be
+        # gigabytes of text.
+        open_database(
+            threads=1, disable_parquet_prefetching=True, enable_external_file_cache=False
+        ) as con,
     ):
         judges.forget_timeouts()
         for file, target in todo:
@@ -222,14 +226,6 @@ def _columns(recipe: Recipe) -> list[str]:
     """The columns of the rollouts that verdicts depend on."""
     length = ["tokens", "finish_reason"] if recipe.verify.length_penalty else []
     return ["rollout_id", "problem_id", "text", *length]
-
-
-def _reader() -> contextlib.AbstractContextManager[duckdb.DuckDBPyConnection]:
-    """DuckDB reads pages as they are asked for; other readers take whole row groups, which may be
-    gigabytes of text."""
-    return open_database(
-        threads=1, disable_parquet_prefetching=True, enable_external_file_cache=False
-    )
 
 
 def _read_rows(
