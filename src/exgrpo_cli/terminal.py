@@ -1,4 +1,4 @@
-"""Text from data, such as a model's responses, on its way to a terminal."""
+"""Text on its way to a terminal: from data, such as a model's responses, and in columns."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import glob
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,26 +110,29 @@ def check_columns(table: str, path: Path, columns: Sequence[str] | None = None) 
     """Check a file's columns against the schema by its footer alone."""
     import polars as pl
 
+    if path.stat().st_size == 0:
+        raise InputError(f"{path}: the file is empty; expected a Parquet table of {table}")
     try:
-        if path.stat().st_size == 0:
-            raise InputError(f"{path}: the file is empty; expected a Parquet table of {table}")
         with path.open("rb") as handle:  # by handle: polars takes brackets in names for patterns
             found = pl.read_parquet_schema(handle)
-    except InputError:
-        raise
     except Exception as error:
         raise InputError(_damaged(path, error)) from error
+    _check_schema(table, found, path, SCHEMAS[table] if columns is None else columns)
+
+
+def _check_schema(
+    table: str, found: Mapping[str, pl.DataType], path: Path, columns: Iterable[str]
+) -> None:
     expected = polars_schema(table)
-    for name in columns if columns is not None else SCHEMAS[table]:
+    for name in columns:
+        kind, _, meaning = SCHEMAS[table][name]
         if name not in found:
             raise InputError(
-                f"{path}: column {name} is missing; a {table} table needs {name}"
-                f" {SCHEMAS[table][name][0]} ({SCHEMAS[table][name][2]})"
+                f"{path}: column {name} is missing; a {table} table needs {name} {kind} ({meaning})"
             )
         if not _readable_as(found[name], expected[name]):
             raise InputError(
-                f"{path}: column {name} is {found[name]}; a {table} table needs"
-                f" {SCHEMAS[table][name][0]}"
+                f"{path}: column {name} is {found[name]}; a {table} table needs {kind}"
             )
 
 
@@ -154,12 +157,5 @@ def _readable_as(found: pl.DataType, expected: pl.DataType) -> bool:
 
 def check_frame(table: str, data: pl.DataFrame, path: Path) -> None:
     """Check a frame that is about to be written."""
-    expected = polars_schema(table)
-    for name, (kind, _, _) in SCHEMAS[table].items():
-        if name not in data.columns:
-            raise InputError(f"{path}: column {name} is missing; a {table} table needs {kind}")
-        if not _readable_as(data.schema[name], expected[name]):
-            raise InputError(
-                f"{path}: column {name} is {data.schema[name]}; a {table} table needs {kind}"
-            )
+    _check_schema(table, data.schema, path, SCHEMAS[table])
     check_present(table, data.select(list(SCHEMAS[table])), path)
