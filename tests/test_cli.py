@@ -157,8 +157,15 @@ def test_damaged_problems(
 
 def test_a_policy_without_weights(exgrpo: Exgrpo, tmp_path: Path, policy: Path) -> None:
     problems = write_problems(tmp_path / "p.parquet", "a")
+    adapter, removed = tmp_path / "adapter", tmp_path / "copied"
+    for folder, name in ((adapter, "adapter_config.json"), (removed, "REMOVED")):
+        folder.mkdir()
+        (folder / name).write_text("{")
+    (adapter / "adapter_model.safetensors").touch()
     for where, words in (
         (policy, "no weights (*.safetensors)"),
+        (adapter, "adapter_config.json: damaged"),
+        (removed, "copied: {"),
         (tmp_path / "nowhere", "no such policy folder"),
         (tmp_path, "config.json is missing"),
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 import warnings
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from exgrpo_cli.errors import InputError, first_line
 from exgrpo_cli.recipe import Autocast, ModelSettings, Recipe
 from exgrpo_cli.rundir import refuse_removed
+from exgrpo_cli.tables import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def is_adapter(path: str) -> bool:
 def adapter_base(path: str) -> str:
     """The base model that an adapter folder names."""
     file = Path(path) / "adapter_config.json"
-    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = read_json(file, "train or fetch the adapter again").get("base_model_name_or_path")
     if not base:
         raise InputError(f"{file}: base_model_name_or_path is missing")
     return str(base)

@@ -375,8 +375,8 @@ def refuse_removed(policy: Path) -> None:
     why = why_removed(policy)
     if why is None:
         return
-    if why.startswith("lies in"):
+    step = step_number(policy.name)
+    if step is None or why.startswith("lies in"):
         raise InputError(f"{policy}: {why}")
-    step = int(policy.name.removeprefix("step-"))
     command, later = RunDir(policy.parent.parent).training_again(step)
     raise InputError(f"{policy}: {why}; to make it again, run: {command}{later}")

@@ -170,7 +170,9 @@ def test_in_the_middle_of_a_step_the_next_one_takes_them_in(
     assert pl.read_parquet(run.imported("scores", 3) / run.imports(3)[0].name)["policy"][0] == (
         "step-00003"
     )
+    (run.root / "merged" / "step-old").mkdir(parents=True)  # somebody's own
     discard_after(run, 0)  # what was imported stays, and is scored by the policy of then
+    assert (run.root / "merged" / "step-old").is_dir()
     assert run.imports(3)
     assert run.imported("verdicts", 3).is_dir()
     assert not run.imported("scores", 3).exists()

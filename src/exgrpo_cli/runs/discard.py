@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exgrpo_cli.errors import InputError
-from exgrpo_cli.rundir import RunDir, refuse_removed, step_name
+from exgrpo_cli.rundir import RunDir, refuse_removed, step_name, step_number
 from exgrpo_cli.tables import remove_folder
 
 _LATER = (
@@ -36,7 +36,7 @@ def discard_after(run: RunDir, step: int, lag: int = 0) -> list[int]:
     removed = [n for n in run.steps("policy") if n > step]
     run.metrics.unlink(missing_ok=True)  # made anew from the steps' own
     for merged in (run.root / "merged").glob("step-*"):
-        if int(merged.name.removeprefix("step-")) > step:
+        if (step_number(merged.name) or 0) > step:
             remove_folder(merged)
     # What was imported stays, to be scored by another policy.
     for scores in (run.root / "scores").glob("step-*-import"):
