@@ -57,7 +57,7 @@ def generate(
         kind: [f.name for f in dataclasses.fields(DATASETS[kind][1]) if f.name not in _OURS]
         for kind in kinds
     }
-    given = _shared_out(source, names, options)
+    given = _shared_out(names, options)
     tries = _TRIES * count
     made: dict[str, Problem] = {}
     with progress(source, count * len(names), log) as advance:
@@ -85,7 +85,7 @@ def generate(
 
 
 def _shared_out(
-    source: str, names: Mapping[str, Sequence[str]], options: Mapping[str, Any]
+    names: Mapping[str, Sequence[str]], options: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Each kind's options out of those that were given."""
     given: dict[str, dict[str, Any]] = {kind: {} for kind in names}

@@ -163,7 +163,7 @@ def fault(name: str, expression: str) -> str | None:
         except duckdb.Error as error:
             if _TOO_DEEP in str(error):
                 return f"is nested more than {_DEEP} levels deep"
-            return _nearest(first_line(error), rule, expression)
+            return _nearest(first_line(error), rule)
     boolean = kind == "BOOLEAN"
     number = re.fullmatch(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL\([^)]*\)", kind)
     if rule.kind == "boolean" and not boolean:
@@ -213,7 +213,7 @@ def _refused(con: duckdb.DuckDBPyConnection, part: Mapping[str, Any]) -> str | N
     return None
 
 
-def _nearest(message: str, rule: Rule, expression: str) -> str:
+def _nearest(message: str, rule: Rule) -> str:
     """DuckDB's message, with the rule's nearest columns in place of DuckDB's own candidates."""
     message = re.split(r"\s*Candidate bindings", message)[0].rstrip(" .!")
     unknown = re.search(r'column "?([^"\s]+)"?', message)

@@ -171,12 +171,12 @@ class ScoreSettings(Section):
     )
 
 
-RuleText = Annotated[str, BeforeValidator(lambda v: _rule_text(v))]
-
-
 def _rule_text(value: object) -> object:
     """A rule as text, also where ``--set curate.drop=false`` made it a value."""
     return str(value).lower() if isinstance(value, bool | int | float) else value
+
+
+RuleText = Annotated[str, BeforeValidator(_rule_text)]
 
 
 class CurateSettings(Section):

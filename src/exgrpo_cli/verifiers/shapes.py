@@ -239,7 +239,7 @@ def _chain(text: str) -> tuple[list[str], list[str]]:
     return [*sides, text[last:].strip()], kinds
 
 
-def _half_line(variable: str, kind: str, bound: str) -> tuple[str, str] | str:
+def _half_line(kind: str, bound: str) -> tuple[str, str] | str:
     """Lower or upper end; a set for an inequation."""
     match kind:
         case "<":
@@ -270,7 +270,7 @@ def _piece(text: str) -> tuple[str, str] | None:
         else:
             return None
         for variable, kind, bound in found:
-            ends = _half_line(variable, kind, bound)
+            ends = _half_line(kind, bound)
             if not bound or "," in bound or "=" in bound or (name and variable != name):
                 return None
             name = variable
