@@ -29,7 +29,7 @@ exgrpo-slow := --set train.learning_rate=1e-4
 exgrpo-fast := --set train.learning_rate=3e-4
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
-groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 $(WHOLE)
+groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 --set curate.start_success=0 $(WHOLE)
 groups-successes := $(GROUPS) --set 'curate.store=correct AND k < n'
 groups-shaped := $(GROUPS) --set objective.shaping=ratio
 groups-any-age := $(GROUPS) --set curate.drop=false --set curate.choose=luck
