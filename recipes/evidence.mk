@@ -49,7 +49,7 @@ ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-slow exgrpo-f
 ARMS_rare ?= grpo exgrpo groups
 ARMS_ablations ?= exgrpo random-question random-choice highest-entropy unshaped uncorrected delayed never-retired quarter three-quarters
 ARMS_demo ?= grpo exgrpo
-ARMS_few ?= grpo exgrpo groups
+ARMS_few ?= grpo exgrpo groups random-choice highest-entropy
 ARMS_few-weak ?= grpo exgrpo groups
 ARMS_lm ?= grpo exgrpo groups-lm
 
