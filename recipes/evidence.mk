@@ -1,6 +1,6 @@
 # The experiments of docs/evidence.md: arms of a few settings, repeated over seeds. Two runs at a time,
 # a core each; a run that was stopped goes on, one that is done is not made again.
-#   make -f recipes/evidence.mk -j2 weak            (or rare, ablations, demo, few, few-weak, lm)
+#   make -f recipes/evidence.mk -j2 weak            (or rare, rarest, ablations, demo, few, few-weak, lm)
 #   make -f recipes/evidence.mk -j2 few SEEDS="1 2 3" ARMS_few="grpo groups"
 
 SEEDS ?= $(if $(filter lm,$(MAKECMDGOALS)),1,1 2 3 4 5)
@@ -8,7 +8,7 @@ OUT ?= runs/evidence
 EXGRPO ?= .venv/bin/exgrpo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: weak rare ablations demo few few-weak lm
+.PHONY: weak rare rarest ablations demo few few-weak lm
 .SECONDARY:
 
 # Whole groups again: the questions of the last steps come back with seven of their rollouts, successes
@@ -29,7 +29,7 @@ exgrpo-slow := --set train.learning_rate=1e-4
 exgrpo-fast := --set train.learning_rate=3e-4
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
-groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 $(WHOLE)
+groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 --set curate.start_success=0 $(WHOLE)
 groups-successes := $(GROUPS) --set 'curate.store=correct AND k < n'
 groups-shaped := $(GROUPS) --set objective.shaping=ratio
 groups-any-age := $(GROUPS) --set curate.drop=false --set curate.choose=luck
@@ -47,15 +47,17 @@ three-quarters := --set curate.replay_ratio=0.75
 
 ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-slow exgrpo-fast exgrpo-clip groups groups-successes groups-shaped groups-any-age
 ARMS_rare ?= grpo exgrpo groups
+ARMS_rarest ?= grpo exgrpo groups
 ARMS_ablations ?= exgrpo random-question random-choice highest-entropy unshaped uncorrected delayed never-retired quarter three-quarters
 ARMS_demo ?= grpo exgrpo
-ARMS_few ?= grpo exgrpo groups
+ARMS_few ?= grpo exgrpo groups random-choice highest-entropy
 ARMS_few-weak ?= grpo exgrpo groups
 ARMS_lm ?= grpo exgrpo groups-lm
 
 # What the arms of an experiment have in common.
 recipe_weak := --recipe recipes/weak.toml
 recipe_rare := $(recipe_weak) --set problems.path=build/weak/long.jsonl
+recipe_rarest := $(recipe_weak) --set problems.path=build/weak/longest.jsonl
 recipe_ablations := $(recipe_weak)
 recipe_demo := --recipe recipes/demo.toml --set problems.limit=500 --set evaluate.every=16 --steps 32
 recipe_few := --recipe recipes/demo.toml --set problems.limit=64 --set curate.questions=8 --steps 60 \
@@ -65,6 +67,7 @@ recipe_lm := --recipe recipes/demo-lm.toml
 
 needs_weak := build/weak-model build/weak
 needs_rare := $(needs_weak) build/weak/long.jsonl
+needs_rarest := $(needs_weak) build/weak/longest.jsonl
 needs_ablations := $(needs_weak)
 needs_demo := build/demo-model
 needs_few := build/demo-model
@@ -88,6 +91,7 @@ $(OUT)/$(1)/%.done: | $(needs_$(1))
 endef
 $(eval $(call experiment,weak))
 $(eval $(call experiment,rare))
+$(eval $(call experiment,rarest))
 $(eval $(call experiment,ablations,exgrpo))
 $(eval $(call experiment,demo))
 $(eval $(call experiment,few))
@@ -100,9 +104,12 @@ build/weak-model:
 build/weak:
 	$(EXGRPO) demo-problems $@ --weak
 
-# Chains of four to six operations, of which the weak model solves one in thirty.
-build/weak/long.jsonl: | build/weak
-	grep -E '"answer": "([0-9]+,){3,}' build/weak/train.jsonl >$@
+# Chains of four to six operations, of which the weak model solves one in thirty; of five and six,
+# one in fifty.
+build/weak/long.jsonl: commas := 3
+build/weak/longest.jsonl: commas := 4
+build/weak/long.jsonl build/weak/longest.jsonl: | build/weak
+	grep -E '"answer": "([0-9]+,){$(commas),}' build/weak/train.jsonl >$@
 
 build/demo-model build/smollm2 build/sums/heldout.parquet build/sums/longer.parquet:
 	$(MAKE) --no-print-directory $@
