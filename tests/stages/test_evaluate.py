@@ -189,9 +189,12 @@ def test_a_warm_engine_is_used_and_left_open(
     assert cold == warm == again
 
 
-def test_greedy_takes_one_sample(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"samples": 1, "samples_by_source": {"sums": 4}}])
+def test_greedy_takes_one_sample(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, more: dict[str, Any]
+) -> None:
     said: list[str] = []
-    summary = run(temperature=0.0, log=said.append)
+    summary = run(temperature=0.0, log=said.append, **more)
     assert summary["samples"] == 1
     assert any("one sample a problem" in line for line in said)
     assert tables.read_table("rollouts", tmp_path / "out" / "rollouts.parquet").height == 3

@@ -119,7 +119,8 @@ def _in_turn(place: RunDir, recipe: Recipe, log: Log, send: Callable[[int], None
                 send(number)
                 session.iterations.append(time.monotonic() - began)
             evaluate_due(session, number + 1)
-        send(recipe.loop.steps)  # a line of its own: the last policy's evaluation
+        # a line of its own: the last policy's evaluation
+        send(max(place.steps("policy"), default=0))
 
 
 def _is_complete(place: RunDir, recipe: Recipe, step: int) -> bool:

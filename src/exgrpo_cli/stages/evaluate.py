@@ -78,7 +78,7 @@ def evaluate(
     policy, problems, out = step.policy(recipe.model.path), step.problems, step.evaluation
     samples, samples_by_source = settings.samples, dict(settings.samples_by_source)
     max_new_tokens = settings.max_new_tokens or recipe.rollout.max_new_tokens
-    if settings.temperature == 0 and samples > 1:
+    if settings.temperature == 0 and max([samples, *samples_by_source.values()]) > 1:
         log("evaluate: temperature 0 gives the same response every time; one sample a problem")
         samples, samples_by_source = 1, {}
     table = tables.read_table("problems", problems)
