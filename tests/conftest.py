@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 import making
 import zygote
 
 ROOT = Path(__file__).parents[1]
+
+# Speed is no property that a test states.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 # Engines that start slowly, and whole runs. With --no-loadscope-reorder the workers begin with
 # them, so that none is left with a long file at the end.

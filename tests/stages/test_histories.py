@@ -249,7 +249,6 @@ def scores_of(history: dict) -> dict[str, float]:
 
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(histories())
