@@ -124,12 +124,8 @@ def work_out(
 
 
 def demo_problems(start: Start = DEMO) -> dict[str, list[dict[str, str]]]:
-    """The demo's problems, all different.
-
-    Returns:
-        ``train`` (2000 problems of 2 to 6 operations), ``heldout`` (300 of the same kind) and
-        ``ood`` (200 of 7 to 9 operations): rows with id, prompt, answer and source.
-    """
+    """The demo's problems by split (:data:`SPLITS`), all different: rows with id, prompt, answer
+    and source."""
     rng = random.Random("arithmetic 0")
     seen: set[str] = set()
     splits: dict[str, list[dict[str, str]]] = {}

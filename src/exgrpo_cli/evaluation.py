@@ -96,14 +96,8 @@ def _resampled_means(data: Floats, resamples: int, rng: np.random.Generator) -> 
 
 
 def t_half_width(values: ArrayLike, level: float = 0.95) -> float | None:
-    """Half the width of Student's t interval of a mean (Student 1908), of a few runs for instance.
-
-    Args:
-        values: independent ones, or differences of pairs; any shape.
-
-    Returns:
-        t · s / √n; None where there are fewer than two values.
-    """
+    """Half the width of Student's t interval of a mean (Student 1908), of a few runs for instance:
+    t · s / √n; None where there are fewer than two values."""
     data = np.asarray(values, dtype=np.float64).ravel()
     if data.size < 2:
         return None

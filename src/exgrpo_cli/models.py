@@ -103,11 +103,7 @@ def check_hub(name: str) -> None:
 
 
 def load_config(path: str, trust_remote_code: bool = False) -> Any:
-    """A model's configuration (transformers).
-
-    Args:
-        path: a folder or a hub name, not an adapter.
-    """
+    """The configuration (transformers) of a model: a folder or a hub name, not an adapter."""
     check_policy(path)  # before what takes long to import
     from transformers import AutoConfig
 
@@ -118,11 +114,8 @@ def load_config(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_tokenizer(path: str) -> str:
-    """Refuse a policy folder without tokenizer, by the names of its files alone.
-
-    Returns:
-        The folder or hub name whose tokenizer it is: an adapter's own, or its base model's.
-    """
+    """The folder or hub name of a policy's tokenizer: an adapter's own, or its base model's. A
+    folder without one is refused by the names of its files alone."""
     has_own = not is_adapter(path) or (Path(path) / "tokenizer_config.json").is_file()
     source = path if has_own else adapter_base(path)
     folder = Path(source)

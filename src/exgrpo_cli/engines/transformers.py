@@ -216,15 +216,9 @@ def row_uniforms(seed: int, count: int) -> np.ndarray[Any, np.dtype[np.float64]]
 
 
 def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities of the distribution that is sampled.
+    """Log-probabilities of the distribution that is sampled, [rows, vocabulary] float32.
 
-    Args:
-        logits: [rows, vocabulary], any float dtype.
-        sampling: temperature (0 stands for 1 here: the choice is greedy, the log-probabilities
-            are the model's own).
-
-    Returns:
-        [rows, vocabulary] float32.
+    Temperature 0 stands for 1 here: the choice is greedy, they are the model's own.
     """
     return torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
 

@@ -219,10 +219,7 @@ class VllmEngine:
         """Free the GPU for training; ``load`` wakes vLLM, which keeps its processes and graphs.
 
         Weights are dropped, since the next policy brings its own; with adapters, whose base stays,
-        they wait in the CPU's memory.
-
-        Returns:
-            False where vLLM has no sleep mode (on a CPU).
+        they wait in the CPU's memory. On a CPU vLLM has no sleep mode.
         """
         if self._can_sleep and not self._asleep:
             self._llm.sleep(level=1 if self._lora_rank else 2)

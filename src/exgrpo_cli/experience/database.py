@@ -61,14 +61,8 @@ def sql_text(name: str) -> str:
 def run_sql(
     con: duckdb.DuckDBPyConnection, name: str, text: str | None = None, **parameters: Any
 ) -> list[dict[str, Any]]:
-    """Run the statements of a query file in order; each is given the parameters that it names.
-
-    Args:
-        text: what to run in place of its file's text.
-
-    Returns:
-        The rows of the last statement.
-    """
+    """Run the statements of a query file (or ``text``) in order, each with the parameters that it
+    names; the rows of the last one."""
     rows: list[dict[str, Any]] = []
     for statement in con.extract_statements(text or sql_text(name)):
         wanted = {key: parameters[key] for key in statement.named_parameters}

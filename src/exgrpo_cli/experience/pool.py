@@ -163,14 +163,8 @@ class Experience:
                 self.take_in(StepFiles.of(self.run, step))
 
     def resume(self, found: Curation | None, upto: int, digests: Mapping[str, str]) -> bool:
-        """Go on from the run's tables, where these can be brought up to a step.
-
-        Args:
-            found: what the tables were derived from; None where that is not known.
-
-        Returns:
-            Whether they could; else nothing was loaded.
-        """
+        """Go on from the run's tables, derived from what was ``found``, where these can be brought
+        up to a step; False, and nothing was loaded, where not."""
         return (
             found is not None
             and found.last_step <= upto

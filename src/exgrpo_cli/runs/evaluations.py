@@ -87,10 +87,9 @@ def evaluate_set(
 def evaluate_sets(
     session: Session, step: int, sets: Mapping[str, str], *, force: bool = False
 ) -> dict[str, Summary]:
-    """Evaluate a run's policy of a step on several problem sets (name to file).
+    """Evaluate a run's policy of a step on several problem sets (name to file): their summaries.
 
-    Returns:
-        The summary of each set; what was sampled before is not sampled again unless ``force``.
+    What was sampled before is not sampled again unless ``force``.
     """
     summaries = {
         name: evaluate_set(session, step, name, Path(source), force=force)

@@ -21,13 +21,10 @@ _END_SECONDS = 10.0
 
 
 def score_in_processes(run: RunDir, step: Step, recipe: Recipe) -> Result:
-    """The score stage in ``score.processes`` processes of this machine, a shard each.
+    """The score stage in ``score.processes`` processes of this machine, a shard each; where one
+    fails, the parts that are done stay.
 
-    Returns:
-        The sums of what they count; the seconds are those of the slowest.
-
-    Raises:
-        StageError: a process failed; the parts that are done stay.
+    The result has the sums of what they count, and the seconds of the slowest.
     """
     count = recipe.score.processes
     command = [sys.executable, "-m", "exgrpo_cli", "score", str(run.root)]

@@ -110,11 +110,8 @@ def rollout(
 
 
 def ensure_plan(step: Step, recipe: Recipe, log: Log = quiet) -> Path | None:
-    """The plan of a step; for a run's step 0 it is made here, since no curation comes before it.
-
-    Returns:
-        Its path; None for loose files without one.
-    """
+    """The path of a step's plan; for a run's step 0 it is made here, since no curation comes before
+    it. None for loose files without one."""
     path = step.find("plan")
     if path is None or path.exists() or "plan" in step.given or step.run is None:
         return path
