@@ -40,12 +40,8 @@ def is_first_of_machine() -> bool:
 
 
 def process_environments(count: int, gpus_each: int = 1) -> list[dict[str, str]]:
-    """Environment variables for processes that share this machine's devices.
-
-    Returns:
-        For each process ``CUDA_VISIBLE_DEVICES``; without a GPU, cores instead, where the
-        environment does not say which already.
-    """
+    """Environment variables for processes that share this machine's devices: GPUs, or without any
+    its cores, where the environment does not say which already."""
     names = gpus()
     if not names:
         return core_shares(count)

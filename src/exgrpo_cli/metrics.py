@@ -64,11 +64,8 @@ def _spread(points: list[Point]) -> list[Point]:
 
 
 def series(metrics: Metrics, name: str | tuple[str, str]) -> list[Point]:
-    """(step, value) of a metric, where it is there and finite, in step order.
-
-    Args:
-        name: the metric; or two, for the first one's share of the second.
-    """
+    """(step, value) of a metric, where it is there and finite, in step order; of two metrics the
+    first one's share of the second."""
     if not isinstance(name, str):
         part, whole = (dict(series(metrics, one)) for one in name)
         return [(step, value / whole[step]) for step, value in part.items() if whole.get(step)]
@@ -87,11 +84,8 @@ def band(metrics: Metrics, name: str) -> Band:
 
 
 def evaluation_names(metrics: Metrics, by_source: bool = False) -> list[str]:
-    """The names in ``eval/NAME/pass@1``, in order of appearance.
-
-    Args:
-        by_source: the ``NAME/SOURCE`` ones instead of the whole sets.
-    """
+    """The names in ``eval/NAME/pass@1``, in order of appearance: of whole sets, or the
+    ``NAME/SOURCE`` ones."""
     suffix = "/pass@1"
     names = dict.fromkeys(
         key.removeprefix("eval/").removesuffix(suffix)

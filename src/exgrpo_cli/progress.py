@@ -70,11 +70,8 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def stage_line(what: str, seconds_left: float | None) -> Iterator[None]:
-    """On a terminal, one line that says what a loop does and how long the rest of it takes.
-
-    Args:
-        seconds_left: of the whole run; None where that is not known yet.
-    """
+    """On a terminal, one line that says what a loop does and how long the rest of the whole run
+    takes."""
     global _shown
     if not _on_terminal() or _shown is not None:
         yield
@@ -90,11 +87,8 @@ def stage_line(what: str, seconds_left: float | None) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: int, log: Log) -> Iterator[Advance]:
-    """Count ``total`` items; the block is given a function that advances the count.
-
-    Args:
-        what: a few words, such as ``rollout step 7``.
-    """
+    """Count ``total`` items, such as of ``rollout step 7``; the block is given a function that
+    advances the count."""
     began = time.monotonic()
     if _shown is not None:
         bar, task = _shown

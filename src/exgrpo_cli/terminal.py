@@ -10,11 +10,8 @@ _HARMFUL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udf
 
 
 def harmless(text: str, keep: str = "\n\t") -> str:
-    r"""The text with control characters written out (``\x1b``): a terminal would obey them.
-
-    Args:
-        keep: control characters that stay.
-    """
+    r"""The text with control characters written out (``\x1b``), but for those to ``keep``: a
+    terminal would obey them."""
     return _HARMFUL.sub(lambda match: match[0] if match[0] in keep else _written(match[0]), text)
 
 

@@ -265,11 +265,7 @@ def merge(
 
 
 def _refuse_changes(place: RunDir, settings: Recipe) -> None:
-    """One side of a run goes by the recipe that both have.
-
-    Raises:
-        InputError: the run was not begun, or has another recipe.
-    """
+    """One side of a run goes by the recipe that both have."""
     from exgrpo_cli.recipe import differences, load_recipe, with_absolute_paths
 
     own = place.own_recipe()
@@ -311,11 +307,7 @@ def _begin(
 
 @contextmanager
 def _new_run(place: RunDir) -> Iterator[None]:
-    """Hold a run, made where it is not there; one in which nothing was begun is taken back.
-
-    Raises:
-        InputError: it is a file, or another process is at work in it.
-    """
+    """Hold a run, made where it is not there; one in which nothing was begun is taken back."""
     if place.root.exists() and not place.root.is_dir():
         raise InputError(f"{place.root}: is a file; a run is a directory")
     fresh = not place.root.exists()

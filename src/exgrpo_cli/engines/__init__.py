@@ -79,11 +79,8 @@ def resolve_engine(kind: str) -> str:
 
 
 def open_engine(recipe: Recipe, policy: str) -> Engine:
-    """Load a policy into the recipe's engine.
-
-    Args:
-        policy: a Hugging Face folder, a PEFT adapter folder, or a hub name.
-    """
+    """Load a policy (a Hugging Face folder, a PEFT adapter folder, or a hub name) into the recipe's
+    engine."""
     kind = resolve_engine(recipe.rollout.engine)
     if kind == "vllm":
         if find_spec("vllm") is None:

@@ -18,11 +18,8 @@ class WorkerExtension:
     model_runner: Any
 
     def end_with(self, parent: int, cores: list[int]) -> None:
-        """Have the engine end once the process that opened it is gone, however that ended.
-
-        Args:
-            cores: those of the processes that it has started.
-        """
+        """End the engine, with the processes ``cores`` that it has started, once the process that
+        opened it is gone, however that ended."""
 
         opener = psutil.Process(parent)
 

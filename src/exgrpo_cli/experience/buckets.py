@@ -10,12 +10,9 @@ from exgrpo_cli.errors import InputError
 
 
 def bucket_probabilities(log_weights: Mapping[int, float]) -> dict[int, float]:
-    """The chance that a single draw goes to each bucket.
-
-    Args:
-        log_weights: of the buckets that hold questions, by count of successes k, up to a constant
-            (``sql/bucket_weights.sql``).
-    """
+    """The chance that a single draw goes to each bucket that holds questions, from their log
+    weights by count of successes k, which are known up to a constant
+    (``sql/bucket_weights.sql``)."""
     top = max(log_weights.values(), default=-math.inf)
     if top == -math.inf:
         raise InputError(

@@ -57,11 +57,8 @@ def by_policy(recipe: Recipe) -> bool:
 
 
 def write_curated(experience: Experience, step: int) -> list[int]:
-    """Write ``curated/step``: the chosen trajectories whole, or an empty table.
-
-    Returns:
-        The steps that collected those whose log-probabilities are the engine's.
-    """
+    """Write ``curated/step``: the chosen trajectories whole, or an empty table. Gives the steps
+    that collected those whose log-probabilities are the engine's."""
     con, run = experience.con, experience.run
     chosen = con.execute(
         "SELECT rollout_id, part, collected_step, collected_policy FROM chosen ORDER BY rollout_id"

@@ -34,11 +34,8 @@ _WORKING = {
 
 @contextmanager
 def connect(spill: Path | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory with ``experience``, ``questions`` and the working tables, all empty.
-
-    Args:
-        spill: folder for what does not fit into memory; that of a run is :func:`spill_of`.
-    """
+    """A database in memory with ``experience``, ``questions`` and the working tables, all empty;
+    what does not fit into memory goes to the folder ``spill`` (of a run :func:`spill_of`)."""
     made = [f"CREATE TEMP TABLE {name} ({columns})" for name, columns in _WORKING.items()]
     for name in ("experience", "questions"):
         columns = (f"{column} {kind}" for column, (kind, _, _) in tables.SCHEMAS[name].items())
@@ -96,11 +93,8 @@ def fill_problems(con: duckdb.DuckDBPyConnection, problems: Path, more: Sequence
 
 @contextmanager
 def reading(*read: tuple[str, Path, Sequence[str]]) -> Iterator[None]:
-    """Around queries: where DuckDB cannot read, say which of these files is at fault.
-
-    Args:
-        read: table, file and columns of each.
-    """
+    """Around queries: where DuckDB cannot read, say which of these files (table, file and columns
+    of each) is at fault."""
     import duckdb
 
     try:

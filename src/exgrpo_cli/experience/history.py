@@ -198,11 +198,8 @@ def read_step(con: duckdb.DuckDBPyConnection, files: StepFiles) -> None:
 
 
 def _refuse(files: StepFiles, found: Mapping[str, Any]) -> None:
-    """What is wrong between a step's files, each of which is sound by itself.
-
-    Args:
-        found: the row of ``step_faults``.
-    """
+    """What is wrong between a step's files, each of which is sound by itself: ``found`` is the row
+    of ``step_faults``."""
     run, step, verdicts = files.run, files.step, files.verdicts[0].parent
     if found["doubled"] is not None:
         raise InputError(

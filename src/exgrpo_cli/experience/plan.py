@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 def draw_plan(experience: Experience, step: int) -> tuple[pl.DataFrame, int]:
-    """The plan of a step from the experience before it, and its epoch.
-
-    Args:
-        experience: with the ids of the problem set in ``problems``.
-    """
+    """The plan of a step from the experience before it, and its epoch. The ids of the problem set
+    are in the experience's ``problems``."""
     con, recipe = experience.con, experience.recipe
     samples = recipe.rollout.samples
     replay = _draw_replay(experience, step) if experience.replays(step) else []
@@ -76,12 +73,8 @@ def _draw_replay(experience: Experience, step: int) -> list[str]:
 
 
 def first_plan(problems: Path, recipe: Recipe, log: Log = quiet) -> pl.DataFrame:
-    """The plan of step 0: fresh questions only.
-
-    Args:
-        recipe: ``curate.questions`` questions are drawn (all of them where there are fewer), with
-            ``rollout.samples`` samples each, by ``seed``.
-    """
+    """The plan of step 0: ``curate.questions`` fresh questions, or all of them where there are
+    fewer."""
     with connect() as con:
         fill_problems(con, problems, columns_of_problems(recipe.curate))
         plan, _ = draw_plan(Experience(con, RunDir(problems.parent), recipe), 0)

@@ -51,11 +51,8 @@ class Experience:
     @classmethod
     @contextmanager
     def open(cls, run: RunDir, recipe: Recipe, spill: Path | None = None) -> Iterator[Experience]:
-        """An empty one, with the ids of the run's problems in the working table ``problems``.
-
-        Args:
-            spill: folder for what does not fit into memory; default a hidden one in the run.
-        """
+        """An empty one, with the ids of the run's problems in the working table ``problems``. It
+        spills into a hidden folder of the run, or as told."""
         with connect(spill or spill_of(run.root)) as con:
             fill_problems(con, run.problems, columns_of_problems(recipe.curate))
             yield cls(con, run, recipe)
@@ -153,11 +150,8 @@ class Experience:
         self.last_step = step
 
     def derive(self, upto: int) -> None:
-        """Take in the steps of the history that follow, up to one, in order.
-
-        Raises:
-            InputError: a step is not whole; those before it are taken in.
-        """
+        """Take in the steps of the history that follow, up to one, in order. Where a step is not
+        whole, those before it are taken in."""
         for step in self.run.steps("rollouts"):
             if self.last_step < step <= upto:
                 self.take_in(StepFiles.of(self.run, step))

@@ -289,11 +289,8 @@ def stack_chart(
 def timeline_chart(
     title: str, note: str, lanes: Sequence[tuple[str, list[tuple[float, float, str]]]]
 ) -> str:
-    """Lanes of bars over time as an HTML figure; empty when there is no bar.
-
-    Args:
-        lanes: label and bars, the highest first: (begin and end in seconds, what it is).
-    """
+    """Lanes of bars over time as an HTML figure; empty when there is no bar. A lane is a label and
+    its bars, the highest lane first; a bar is its begin and end in seconds, and what it is."""
     bars = [bar for _, own in lanes for bar in own]
     if not bars:
         return ""

@@ -17,11 +17,7 @@ Table = dict[str, list[Any]]
 
 
 def render(template: str, values: Mapping[str, Any], script: str = "") -> str:
-    """A page as text.
-
-    Args:
-        values: what it asks for; ``name`` and ``about`` are the heading.
-    """
+    """A page as text. All templates ask for ``name`` and ``about``, the heading."""
     import jinja2
 
     environment = jinja2.Environment(

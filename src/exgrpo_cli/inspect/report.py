@@ -29,12 +29,7 @@ from exgrpo_cli.tables import write_text
 
 
 def write_report(run: RunDir) -> Path:
-    """Write ``report.html`` from whatever the run has so far.
-
-    Args:
-        run: its metrics, recipe, evaluations, provenance, and some steps' rollouts and verdicts;
-            each may be missing.
-    """
+    """Write ``report.html`` from whatever the run has so far; anything may be missing."""
     run.own_recipe()
     metrics = run.read_metrics()
     recipe = _load_recipe(run)

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What ``show`` says, as plain data.
-
-    Returns:
-        ``kind`` is ``run``, ``evaluation`` or ``table``; the rest depends on it.
-    """
+    """What ``show`` says, as plain data: its ``kind`` is ``run``, ``evaluation`` or ``table``, on
+    which the rest depends."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if _is_run(path):

@@ -288,11 +288,8 @@ def _interruptible(con: duckdb.DuckDBPyConnection, text: str, form: str) -> None
 
 
 def sql(run: Path, query: str | None, form: str) -> None:
-    """Answer a query about a run on stdout; without one, those of stdin or of a prompt.
-
-    Args:
-        query: SQL; None reads stdin, or asks at a prompt where stdin is a terminal.
-    """
+    """Answer a query about a run on stdout; without one, those of stdin, or of a prompt where that
+    is a terminal."""
     interrupts.end()  # there is nothing to take back
     with open_run(run) as con:
         if query is None and sys.stdin.isatty():

@@ -46,11 +46,8 @@ def describe(run: RunDir, step: int | None = None) -> dict[str, Any]:
 
 
 def format_status(found: Mapping[str, Any], tasks: int | None = None) -> str:
-    """What :func:`describe` found, for a terminal.
-
-    Args:
-        tasks: of the arrays that share a step's parts; by default one a part.
-    """
+    """What :func:`describe` found, for a terminal; ``tasks`` share a step's parts, by default one a
+    part."""
     step = found["step"]
     planned = found["steps_planned"]
     start = found["replay_started_step"]

@@ -97,11 +97,7 @@ def gpqa_options(question: str, row: Mapping[str, Any]) -> tuple[list[tuple[str,
 
 def with_options(question: str, options: Sequence[tuple[str, str]], gold: str) -> str:
     """The question with its options, lettered from A, and what to answer with: a letter, or the
-    letters where the gold answer has several.
-
-    Raises:
-        RowError: fewer than two options, more than there are letters, or an empty one.
-    """
+    letters where the gold answer has several."""
     if not 2 <= len(options) <= len(LETTERS):
         raise RowError(f"{len(options)} options; from 2 to {len(LETTERS)} can be asked for")
     if not all(text.strip() for _, text in options):

@@ -133,11 +133,8 @@ def _fits(fmt: str, names: set[str], rows: Rows) -> bool:
 
 
 def detect(file: Path, columns: Sequence[str], rows: Rows, told: Mapping[str, str]) -> list[str]:
-    """The formats that a file fits, the most specific first.
-
-    Args:
-        told: the columns that the user names, by field (:data:`FIELDS`).
-    """
+    """The formats that a file fits, the most specific first, given the columns that the user
+    names."""
     rows = [by_known_names(row) for row in rows]
     if {"question", "answer", "options"} & set(told):
         if _has_options(rows, told):

@@ -148,11 +148,8 @@ def _folder(path: Path) -> list[Path]:
 
 
 def open_file(file: Path, *, whole: bool = False) -> Opened:
-    """A file's columns and rows.
-
-    Args:
-        whole: read the long columns of Parquet and Arrow files too (:data:`LEFT_OUT`).
-    """
+    """A file's columns and rows; ``whole``: also the long columns of Parquet and Arrow files
+    (:data:`LEFT_OUT`)."""
     if not file.exists():
         raise InputError(f"{file}: no such file")
     if file.stat().st_size == 0:

@@ -226,11 +226,7 @@ def _asked(row: Row, how: Reading) -> tuple[str, Any]:
 
 
 def _golds(row: Row, how: Reading, verifier: str, said: str | None = None) -> list[str]:
-    """A row's gold answers.
-
-    Args:
-        said: what the assistant answered at the end of a chat.
-    """
+    """A row's gold answers; ``said`` is what the assistant answered at the end of a chat."""
     fmt, told = how.fmt, how.told.get("answer")
     if fmt == "gsm8k":
         column = told or "answer"

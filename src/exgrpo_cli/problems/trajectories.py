@@ -48,11 +48,8 @@ class Answered:
 def read_answered(
     path: Path, told: Mapping[str, str], skip_bad: bool = False
 ) -> Iterator[Answered | RowError]:
-    """The rows of a file or folder of trajectories.
-
-    Args:
-        skip_bad: give the error of a row that cannot be read, instead of raising it.
-    """
+    """The rows of a file or folder of trajectories. With ``skip_bad`` the error of one that cannot
+    be read is given, and not raised."""
     check_fields(told, FIELDS)
     for file in files_of(path):
         opened = open_file(file, whole=True)
@@ -138,11 +135,8 @@ def _listed(value: Any) -> Any:
 
 
 def _texts(value: Any, column: str) -> list[str]:
-    """The responses in a value: a text, a message or a chat that ends in one, or a list of these.
-
-    Raises:
-        RowError: it is something else, or a chat of several turns.
-    """
+    """The responses in a value: a text, a message or a chat that ends in one, or a list of
+    these."""
     if value is None:
         return []
     if isinstance(value, str):

@@ -223,12 +223,8 @@ def worked_gold(text: str, column: str, *, box_only: bool = False, line: bool = 
 
 
 def golds_of(answer: str, metadata: str | None) -> list[str]:
-    """All gold answers of a row of the ``problems`` table; any of them is right.
-
-    Args:
-        answer: its column ``answer``.
-        metadata: its column ``metadata``, whose key ``golds`` holds them where there are several.
-    """
+    """All gold answers of a row of the ``problems`` table, of which any is right: its ``answer``,
+    and where there are several those under ``golds`` in its metadata."""
     if metadata is None or '"golds"' not in metadata:
         return [answer]
     try:

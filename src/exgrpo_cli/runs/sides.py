@@ -36,11 +36,7 @@ _END_SECONDS = 15.0
 
 
 def run_side(side: Side, run: RunDir, recipe: Recipe, log: Log, tick: Callable[[], None]) -> None:
-    """Do one side of a run to its end.
-
-    Args:
-        tick: called after each step that was trained.
-    """
+    """Do one side of a run to its end; ``tick`` is called after each step that was trained."""
     if side == "train":
         _train(run, recipe, log, tick)
         return

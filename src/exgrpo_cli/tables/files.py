@@ -103,11 +103,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def link_file(source: Path, target: Path) -> bool:
-    """Put a file into another place too: a hard link, or a copy where there can be none.
-
-    Returns:
-        Whether it is a link.
-    """
+    """Put a file into another place too: a hard link (then True), or a copy where there can be
+    none."""
     if target.exists():
         linked = target.samefile(source)
         if not linked and target.read_bytes() != source.read_bytes():
@@ -181,11 +178,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, mend: str) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Args:
-        mend: what to do where it is damaged, for the message.
-    """
+    """A JSON file that holds an object; ``mend`` says what to do where it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

@@ -109,11 +109,8 @@ def require_one_division(
 
 
 def require_all_parts(folder: Path, what: str, mend: str) -> list[Path]:
-    """The parts in a folder, refused when some are missing.
-
-    Args:
-        what: the words for the message, such as ``rollouts of step 7``.
-    """
+    """The parts in a folder, of ``what`` (``rollouts of step 7``), refused when some are
+    missing."""
     if not folder.exists():
         raise InputError(f"{folder}: no {what} yet; {mend}")
     files = parquet_files(folder)

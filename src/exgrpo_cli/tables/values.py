@@ -76,11 +76,8 @@ def check_present(table: str, data: pl.DataFrame, path: Path) -> None:
 
 
 def check_unique(table: str, data: pl.DataFrame, path: Path, more: str = "") -> None:
-    """Refuse a key that is there twice, where the frame has all columns of the table's key.
-
-    Args:
-        more: the end of the message; by default the row.
-    """
+    """Refuse a key that is there twice, where the frame has all columns of the table's key;
+    ``more`` ends the message, by default with the row."""
     import polars as pl
 
     keys = list(KEYS[table])
@@ -142,11 +139,8 @@ def _row(data: pl.DataFrame, row: int) -> str:
 
 
 def faulty(table: str, columns: Sequence[str]) -> str:
-    """The rules for single values as a DuckDB condition: true where a row breaks one.
-
-    Args:
-        columns: of it, as they are called in the query.
-    """
+    """The rules for single values of some columns as a DuckDB condition: true where a row breaks
+    one."""
     lists = [name for name in EQUAL_LENGTHS.get(table, ()) if name in columns]
     found = [f"len({lists[0]}) <> len({other})" for other in lists[1:]]
     for name in columns:

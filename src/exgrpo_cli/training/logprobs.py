@@ -257,11 +257,7 @@ def check_rows(
     vocabulary: int,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Refuse rows that a model cannot be run on.
-
-    Args:
-        names: what to call the rows in the message; by default ``row 1``, ``row 2``, ...
-    """
+    """Refuse rows that a model cannot be run on, by their names, or as ``row 1``, ``row 2``, ..."""
     for index, (prompt, response) in enumerate(zip(prompt_ids, token_ids, strict=True)):
         row = names[index] if names is not None else f"row {index + 1}"
         if not len(prompt):

@@ -144,11 +144,8 @@ def load_trainer(
 def _read_state(
     path: Path, parameters: Mapping[str, nn.Parameter], expected: int | None
 ) -> dict[str, Tensor]:
-    """A trainer state's tensors, sharded as the parameters are that they belong to.
-
-    Args:
-        expected: how many tensors there are: none while every update was left out.
-    """
+    """A trainer state's tensors, sharded as the parameters are that they belong to; none are
+    expected while every update was left out."""
     if expected == 0:
         return {}
     if not any(path.glob("shard-*.safetensors")) and not (path / "optimizer.safetensors").exists():

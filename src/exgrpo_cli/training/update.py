@@ -275,11 +275,8 @@ def _sampled(row: Row) -> Tensor:
 
 
 def _sampler_mismatch(mismatch: Tensor) -> Sums:
-    """How far the engine's log-probabilities are from the trainer's.
-
-    Args:
-        mismatch: ``[fresh tokens]``, trainer's minus engine's, nats.
-    """
+    """How far the engine's log-probabilities are from the trainer's, over ``[fresh tokens]``,
+    nats."""
     if not mismatch.numel():
         return {}
     ratio = mismatch.double().exp()

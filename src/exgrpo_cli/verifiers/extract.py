@@ -67,12 +67,8 @@ def _hashes(text: str) -> str | None:
 
 
 def _last_hashes(text: str, headings: bool) -> tuple[int, str] | None:
-    """The last line ``#### x`` and where it begins.
-
-    Args:
-        headings: whether words count that are not the text's end; they may be a heading of the
-            fourth level.
-    """
+    """The last line ``#### x`` and where it begins. It may be a heading of the fourth level:
+    without ``headings`` words do not count unless they are the text's end."""
     if "####" not in text:
         return None
     if text.rstrip().endswith("\n####"):

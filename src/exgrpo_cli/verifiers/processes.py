@@ -96,11 +96,7 @@ class Server:
             )
 
     def start(self, verifier: str) -> Worker:
-        """Have a worker forked.
-
-        Raises:
-            OSError: the server is gone.
-        """
+        """Have a worker forked; an OSError where the server is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -136,11 +132,7 @@ class Worker:
         self._buffer = b""
 
     def send(self, task: Task, timeout: float) -> None:
-        """Give it a task.
-
-        Raises:
-            OSError: it is gone.
-        """
+        """Give it a task; an OSError where it is gone."""
         self.keeper.sendall(task.line)
         self.task = task
         self.gold = task.gold

@@ -108,11 +108,7 @@ class _Worker:
             pass
 
     def receive(self) -> dict[str, Any] | None:
-        """Its reply, if that is here.
-
-        Raises:
-            ValueError: what came with the right token is no reply.
-        """
+        """Its reply, if that is here; a ValueError where what came with the right token is none."""
         try:
             data = self.channel.recv(1 << 20, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -34,11 +34,8 @@ _JUXTAPOSED = re.compile(r"[-+]?[0-9.]+(?:\s++[0-9.]+)+")
 
 
 def compare(gold: str, found: str, same: Same) -> bool | None:
-    """The verdict where the form of the texts decides; None where it does not.
-
-    Args:
-        same: for the parts of them.
-    """
+    """The verdict where the form of the texts decides, with ``same`` for their parts; None where it
+    does not."""
     if _JUXTAPOSED.fullmatch(found):  # math-verify adds: "5 5" would be 10
         return False
     for form in (_by_base, _by_time, _by_ratio, _by_words):
