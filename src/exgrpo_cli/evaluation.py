@@ -185,11 +185,8 @@ def summarise(
 def average_of_sources(frame: pl.DataFrame, bootstrap: int, seed: int) -> dict[str, float] | None:
     """Mean pass@1 over the sources, each weighing the same: how benchmarks are averaged in papers.
 
-    Args:
-        bootstrap: resamples of the 95% interval; problems are resampled within their source.
-
-    Returns:
-        ``pass@1``, ``low`` and ``high``; None where there is one source.
+    It is ``pass@1``, ``low`` and ``high`` of a 95% interval, for which problems are resampled
+    within their source; None where there is one source.
     """
     import polars as pl
 

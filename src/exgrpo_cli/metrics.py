@@ -120,14 +120,8 @@ def spans(metrics: Metrics) -> list[Span]:
 
 
 def busy(spans: Iterable[Span]) -> Callable[[float], float]:
-    """Seconds in which at least one of some stages was at work, up to a time.
-
-    Args:
-        spans: in order of time.
-
-    Returns:
-        Takes the time, seconds since the epoch (``math.inf``: all of it).
-    """
+    """Seconds in which at least one of some stages, in order of time, was at work, up to a time:
+    the function takes it in seconds since the epoch (``math.inf``: all of it)."""
     begins: list[float] = []
     ends: list[float] = []
     for span in spans:

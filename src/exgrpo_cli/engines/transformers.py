@@ -224,15 +224,8 @@ def log_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def choose(log_p: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
-    """One token a row: by inversion of the distribution function, or the most probable one.
-
-    Args:
-        log_p: [rows, vocabulary] float32.
-        uniforms: [rows] float64 on the CPU, in [0, 1); None for greedy.
-
-    Returns:
-        [rows] int64 on log_p's device.
-    """
+    """One token a row, [rows] int64 on the device of ``log_p``, [rows, vocabulary]: by inversion of
+    the distribution function at ``uniforms``, [rows] float64 on the CPU, or the most probable."""
     if uniforms is None:
         return log_p.argmax(dim=-1)
     # float64, since a float32 sum over 150 000 tokens would lose the rare ones; MPS has none.

@@ -38,11 +38,7 @@ def rank() -> int:
 def process_group(device: str) -> Iterator[str]:
     """Join the processes that torchrun started; a single process joins nothing.
 
-    Args:
-        device: as the recipe names it.
-
-    Yields:
-        The device of this process: with several, ``cuda`` becomes that of its local rank.
+    Yields the device of this process: with several, ``cuda`` becomes that of its local rank.
     """
     if processes() == 1:
         yield device

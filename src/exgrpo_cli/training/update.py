@@ -118,13 +118,8 @@ def accumulate_gradient(
 
     The denominators are those of the whole mini-batch, so the gradient does not depend on how it
     is cut, nor on how many processes share it. Rows without advantage are left out where no other
-    term needs them: their gradient is 0.
-
-    Args:
-        rows: of the mini-batch; those without tokens count as rows. Every process gets all.
-
-    Returns:
-        Sums and rows of all processes.
+    term needs them: their gradient is 0. Rows without tokens count as rows. Every process gets all
+    rows, and the sums and reports of all processes.
     """
     settings = terms.settings
     lengths = torch.tensor([len(row.token_ids) for row in rows])

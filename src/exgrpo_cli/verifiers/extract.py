@@ -133,14 +133,11 @@ A rule gives an empty text where the answer was cut off; then no other rule is a
 
 
 def extract_answer(response: str, rule: str = "auto") -> str | None:
-    r"""The final answer of a response, or None when it gives none.
+    r"""The final answer of a response without its wrapping, or None when it gives none.
 
     Only what follows the thought is searched (:func:`after_thinking`). A box inside of an answer
     is opened. The last answer counts; where the text ends within it, there is none, whatever was
     said before.
-
-    Returns:
-        The answer without its wrapping, never empty.
     """
     text = after_thinking(response)
     for find in RULES[rule]:

@@ -10,9 +10,6 @@ def well_formed(response: str, form: str) -> bool:
     may be missing (chat templates put it into the prompt); where it is there, the response begins
     with it. ``think_answer``: as ``think``, and what follows the thought is one
     ``<answer>...</answer>`` and nothing else (the format reward of DeepSeek-R1, arXiv 2501.12948).
-
-    Args:
-        form: ``think`` or ``think_answer``.
     """
     thought, close, rest = response.strip().partition("</think>")
     thought, rest = thought.removeprefix("<think>").strip(), rest.strip()
@@ -33,9 +30,6 @@ def has_required(response: str, require: str) -> bool:
     ``think``: it has a ``</think>``, and no more is asked (the gate of the public implementation of
     ExGRPO; :func:`well_formed` asks for more). ``think_answer``: it is :func:`well_formed` so.
     ``none``: any response has it.
-
-    Args:
-        require: ``think``, ``think_answer`` or ``none``.
     """
     if require == "think":
         return "</think>" in response
