@@ -59,7 +59,7 @@ def open_run(run: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     ):
         try:
             con.execute(views).fetchall()
-            con.execute(f"SET allowed_directories = [{', '.join(map(_quoted, _roots()))}]")
+            con.execute(f"SET allowed_directories = [{', '.join(_roots())}]")
             con.execute("SET enable_external_access = false")
             con.execute("SET lock_configuration = true")
             yield con
@@ -76,13 +76,11 @@ _ALONE: dict[str, str | bool | int] = {
 
 
 def _roots() -> list[str]:
-    """Here, and where links of the run's folders and tables lead: they may lie on other disks."""
+    """Here, and where links of the run's folders and tables lead: they may lie on other disks. As
+    DuckDB's texts."""
     links = [path for pattern in ("*", "*/step-*") for path in Path().glob(pattern)]
-    return sorted({str(Path.cwd()), *(str(p.resolve()) for p in links if p.is_symlink())})
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+    roots = {str(Path.cwd()), *(str(p.resolve()) for p in links if p.is_symlink())}
+    return ["'" + root.replace("'", "''") + "'" for root in sorted(roots)]
 
 
 def answer(con: duckdb.DuckDBPyConnection, text: str, form: str, out: TextIO) -> None:

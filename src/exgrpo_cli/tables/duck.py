@@ -42,14 +42,10 @@ def _opened(spill: Path | None = None, **settings: str | bool | int) -> duckdb.D
     return con
 
 
-def literal_path(path: Path) -> str:
-    """A file name for DuckDB's ``read_parquet``, which takes brackets and stars for patterns."""
-    return re.sub(r"([\[*?])", r"[\1]", str(path))
-
-
 def literal(files: Iterable[Path]) -> list[str]:
-    """Absolute file names for DuckDB's ``read_parquet``, sorted: see :func:`literal_path`."""
-    return sorted(literal_path(file.absolute()) for file in files)
+    """Absolute file names for DuckDB's ``read_parquet``, which takes brackets and stars for
+    patterns; sorted."""
+    return sorted(re.sub(r"([\[*?])", r"[\1]", str(file.absolute())) for file in files)
 
 
 # Ids and hashes are all different: trying a dictionary of them took most of the time of writing.
