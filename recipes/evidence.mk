@@ -3,7 +3,7 @@
 #   make -f recipes/evidence.mk -j2 weak            (or rare, rarest, ablations, demo, few, few-weak, lm)
 #   make -f recipes/evidence.mk -j2 few SEEDS="1 2 3" ARMS_few="grpo groups"
 
-SEEDS ?= $(if $(filter lm,$(MAKECMDGOALS)),1,1 2 3 4 5)
+SEEDS_lm ?= 1
 OUT ?= runs/evidence
 EXGRPO ?= .venv/bin/exgrpo
 export OMP_NUM_THREADS ?= 1
@@ -80,10 +80,11 @@ arm = $(patsubst %-$(seed),%,$*)
 
 # An experiment: its comparison, and its runs.
 define experiment
-$(1): $(foreach seed,$(SEEDS),$(ARMS_$(1):%=$(OUT)/$(1)/%-$(seed).done))
+$(1): $(foreach seed,$(or $(SEEDS),$(SEEDS_$(1)),1 2 3 4 5),$(ARMS_$(1):%=$(OUT)/$(1)/%-$(seed).done))
 	$(EXGRPO) compare $(OUT)/$(1) --baseline $(or $(2),grpo) --out $(OUT)/$(1).html
 
 $(OUT)/$(1)/%.done: | $(needs_$(1))
+	$$(if $$(filter undefined,$$(origin $$(arm))),$$(error $$(arm): no such arm))
 	@mkdir -p $(OUT)/$(1)
 	$(EXGRPO) run $$(@:.done=) $(recipe_$(1)) --set seed=$$(seed) $$($$(arm)) >$$(@:.done=.log) 2>&1 \
 	  || { tail -n 3 $$(@:.done=.log) >&2; exit 1; }
