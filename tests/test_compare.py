@@ -180,6 +180,14 @@ def test_settings_that_matter_make_arms(tmp_path: Path) -> None:
     assert arms([str(tmp_path)], said.append)[-1].name == "x"
 
 
+def test_a_narrow_terminal_shows_the_figures_whole(exgrpo: Exgrpo, runs: Path) -> None:
+    given = [f"a-long-name={runs / 'a-1'}", f"another={runs / 'b-1'}"]
+    shown = exgrpo("compare", *given, COLUMNS="60", FORCE_COLOR="1", NO_COLOR="1").stdout
+    lines = [line.split() for line in re.sub("\x1b[^m]*m", "", shown).splitlines()]
+    assert ["another", "1", "4", "50.0%", "+20.0", "2,000", "20", "4", "20", "s"] in lines
+    assert any(line[:3] == ["a-long-name", "1", "4"] for line in lines)
+
+
 def test_what_recipes_do_not_tell_makes_arms(exgrpo: Exgrpo, tmp_path: Path) -> None:
     for seed in (1, 2):
         make(tmp_path / f"plain-{seed}", seed, [0.1, 0.2])

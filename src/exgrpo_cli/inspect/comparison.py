@@ -113,26 +113,35 @@ def arm_table(found: Mapping[str, Any]) -> Table:
     }
 
 
-def format_comparison(found: Mapping[str, Any], *, markdown: bool = False) -> RenderableType:
-    """The tables for a terminal, or as Markdown."""
+def format_comparison(
+    found: Mapping[str, Any], *, width: int, markdown: bool = False
+) -> RenderableType:
+    """The tables for a terminal of this width, or as Markdown. The figures are whole in any."""
     from rich.box import MARKDOWN
+    from rich.cells import cell_len
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table as RichTable
 
     figures = tables(found)
     widths = [
-        max(len(row[i]) for _, rows in figures for row in (rows["head"], *rows["body"]))
+        max(
+            cell_len(harmless(row[i]))
+            for _, rows in figures
+            for row in (rows["head"], *rows["body"])
+        )
         for i in range(len(figures[0][1]["head"]) if figures else 0)
     ]  # columns of all tables lie below each other
+    gap = 1 if sum(widths) + 2 * (len(widths) - 1) > width else 2
     parts: list[RenderableType] = []
     for title, rows, words, least in [
         ("", arm_table(found), 2, []), *((*one, 1, widths) for one in figures)
     ]:  # fmt: skip
         table = RichTable(
             box=MARKDOWN if markdown else None,
-            padding=(0, 1) if markdown else (0, 2, 0, 0),
+            padding=(0, 1) if markdown else (0, gap if least else 2, 0, 0),
             pad_edge=markdown,
+            width=sum(widths) + gap * (len(widths) - 1) if least and not markdown else None,
         )
         for i, cell in enumerate(rows["head"]):
             table.add_column(
