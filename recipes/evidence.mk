@@ -57,7 +57,7 @@ ARMS_lm ?= grpo exgrpo groups-lm
 # What the arms of an experiment have in common.
 recipe_weak := --recipe recipes/weak.toml
 recipe_rare := $(recipe_weak) --set problems.path=build/weak/long.jsonl
-recipe_rarest := $(recipe_weak) --set problems.path=build/weak/longest.jsonl
+recipe_rarest := $(recipe_weak) --set problems.path=build/weak/longest.jsonl --set objective.entropy_bonus=0
 recipe_ablations := $(recipe_weak)
 recipe_demo := --recipe recipes/demo.toml --set problems.limit=500 --set evaluate.every=16 --steps 32
 recipe_few := --recipe recipes/demo.toml --set problems.limit=64 --set curate.questions=8 --steps 60 \
