@@ -27,6 +27,10 @@ grpo-fast := $(grpo) --set train.learning_rate=3e-4
 exgrpo :=
 exgrpo-slow := --set train.learning_rate=1e-4
 exgrpo-fast := --set train.learning_rate=3e-4
+# The entropy bonus as strong as the published one (docs/training.md), a fourteenth of the default.
+grpo-mild := $(grpo) --set objective.entropy_bonus=7e-5
+exgrpo-mild := --set objective.entropy_bonus=7e-5
+groups-mild := $(GROUPS) --set objective.entropy_bonus=7e-5
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
 groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 --set curate.start_success=0 $(WHOLE)
@@ -45,7 +49,7 @@ never-retired := --set curate.retire=false
 quarter := --set curate.replay_ratio=0.25
 three-quarters := --set curate.replay_ratio=0.75
 
-ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-slow exgrpo-fast exgrpo-clip groups groups-successes groups-shaped groups-any-age
+ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-slow exgrpo-fast exgrpo-clip groups groups-successes groups-shaped groups-any-age grpo-mild exgrpo-mild groups-mild
 ARMS_rare ?= grpo exgrpo groups
 ARMS_rarest ?= grpo exgrpo groups
 ARMS_ablations ?= exgrpo random-question random-choice highest-entropy unshaped uncorrected delayed never-retired quarter three-quarters
