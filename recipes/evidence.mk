@@ -3,7 +3,7 @@
 #   make -f recipes/evidence.mk -j2 weak            (or rare, rarest, ablations, demo, few, few-weak, lm)
 #   make -f recipes/evidence.mk -j2 few SEEDS="1 2 3" ARMS_few="grpo groups"
 
-SEEDS ?= $(if $(filter lm,$(MAKECMDGOALS)),1,1 2 3 4 5)
+SEEDS_lm ?= 1
 OUT ?= runs/evidence
 EXGRPO ?= .venv/bin/exgrpo
 export OMP_NUM_THREADS ?= 1
@@ -27,6 +27,10 @@ grpo-fast := $(grpo) --set train.learning_rate=3e-4
 exgrpo :=
 exgrpo-slow := --set train.learning_rate=1e-4
 exgrpo-fast := --set train.learning_rate=3e-4
+# The entropy bonus as strong as the published one (docs/training.md), a fourteenth of the default.
+grpo-mild := $(grpo) --set objective.entropy_bonus=7e-5
+exgrpo-mild := --set objective.entropy_bonus=7e-5
+groups-mild := $(GROUPS) --set objective.entropy_bonus=7e-5
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
 groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 --set curate.start_success=0 $(WHOLE)
@@ -45,7 +49,7 @@ never-retired := --set curate.retire=false
 quarter := --set curate.replay_ratio=0.25
 three-quarters := --set curate.replay_ratio=0.75
 
-ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-slow exgrpo-fast exgrpo-clip groups groups-successes groups-shaped groups-any-age
+ARMS_weak ?= grpo grpo-4 grpo-16 grpo-slow grpo-fast exgrpo exgrpo-slow exgrpo-fast exgrpo-clip groups groups-successes groups-shaped groups-any-age grpo-mild exgrpo-mild groups-mild
 ARMS_rare ?= grpo exgrpo groups
 ARMS_rarest ?= grpo exgrpo groups
 ARMS_ablations ?= exgrpo random-question random-choice highest-entropy unshaped uncorrected delayed never-retired quarter three-quarters
@@ -57,7 +61,7 @@ ARMS_lm ?= grpo exgrpo groups-lm
 # What the arms of an experiment have in common.
 recipe_weak := --recipe recipes/weak.toml
 recipe_rare := $(recipe_weak) --set problems.path=build/weak/long.jsonl
-recipe_rarest := $(recipe_weak) --set problems.path=build/weak/longest.jsonl
+recipe_rarest := $(recipe_weak) --set problems.path=build/weak/longest.jsonl --set objective.entropy_bonus=0
 recipe_ablations := $(recipe_weak)
 recipe_demo := --recipe recipes/demo.toml --set problems.limit=500 --set evaluate.every=16 --steps 32
 recipe_few := --recipe recipes/demo.toml --set problems.limit=64 --set curate.questions=8 --steps 60 \
@@ -80,10 +84,11 @@ arm = $(patsubst %-$(seed),%,$*)
 
 # An experiment: its comparison, and its runs.
 define experiment
-$(1): $(foreach seed,$(SEEDS),$(ARMS_$(1):%=$(OUT)/$(1)/%-$(seed).done))
+$(1): $(foreach seed,$(or $(SEEDS),$(SEEDS_$(1)),1 2 3 4 5),$(ARMS_$(1):%=$(OUT)/$(1)/%-$(seed).done))
 	$(EXGRPO) compare $(OUT)/$(1) --baseline $(or $(2),grpo) --out $(OUT)/$(1).html
 
 $(OUT)/$(1)/%.done: | $(needs_$(1))
+	$$(if $$(filter undefined,$$(origin $$(arm))),$$(error $$(arm): no such arm))
 	@mkdir -p $(OUT)/$(1)
 	$(EXGRPO) run $$(@:.done=) $(recipe_$(1)) --set seed=$$(seed) $$($$(arm)) >$$(@:.done=.log) 2>&1 \
 	  || { tail -n 3 $$(@:.done=.log) >&2; exit 1; }

@@ -12,17 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import settings
 
 import making
 import zygote
 
 ROOT = Path(__file__).parents[1]
 
-# Speed is no property that a test states.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+hypothesis.settings.register_profile("busy", deadline=None)  # how busy the machine is, is no fault
+hypothesis.settings.load_profile("busy")
 
 # Engines that start slowly, and whole runs. With --no-loadscope-reorder the workers begin with
 # them, so that none is left with a long file at the end.

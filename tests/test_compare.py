@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from exgrpo_cli.inspect.arms import ALIKE, arms
 from exgrpo_cli.recipe import known_keys, parse_recipe, to_toml
 from exgrpo_cli.rundir import RunDir
-from exgrpo_cli.tables import write_text
+from exgrpo_cli.tables import frame, write_json, write_table, write_text
+from making import problem_row
 from page import Page
 
 Exgrpo = Callable[..., Any]
@@ -115,6 +117,8 @@ def test_tables_say_what_differs(exgrpo: Exgrpo, runs: Path) -> None:
     assert "24.0% ± 13.1" in shown
     assert "+14.0 ± 50.8 (2)" in shown
     assert "not reached" not in shown
+    alone = exgrpo("compare", runs / "a-1", runs / "b-1", runs / "a-2").stdout
+    assert "+20.0 (1)" in alone  # b has all of its seeds in the pair, and a has not
     made = exgrpo("compare", runs, "--markdown", "--baseline", "b").stdout
     assert "| a | curate.replay_ratio = 0.0 |" in " ".join(made.split())
     assert "not reached" in made
@@ -176,11 +180,44 @@ def test_settings_that_matter_make_arms(tmp_path: Path) -> None:
     assert arms([str(tmp_path)], said.append)[-1].name == "x"
 
 
+def test_a_narrow_terminal_shows_the_figures_whole(exgrpo: Exgrpo, runs: Path) -> None:
+    given = [f"a-long-name={runs / 'a-1'}", f"another={runs / 'b-1'}"]
+    shown = exgrpo("compare", *given, COLUMNS="60", FORCE_COLOR="1", NO_COLOR="1").stdout
+    lines = [line.split() for line in re.sub("\x1b[^m]*m", "", shown).splitlines()]
+    assert ["another", "1", "4", "50.0%", "+20.0", "2,000", "20", "4", "20", "s"] in lines
+    assert any(line[:3] == ["a-long-name", "1", "4"] for line in lines)
+
+
+def test_what_recipes_do_not_tell_makes_arms(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        make(tmp_path / f"plain-{seed}", seed, [0.1, 0.2])
+        make(tmp_path / f"old-{seed}", seed, [0.1, 0.2], **GRPO)
+        fork = make(tmp_path / f"on-{seed}", seed, [0.1, 0.3])
+        origin = {"run": str(tmp_path / f"old-{seed}"), "step": 2, "fresh_optimizer": False}
+        write_json(fork.origin_file, origin)
+        write_json(make(tmp_path / f"two-{seed}", seed, [0.1, 0.3]).origin_file,
+                   origin | {"run": str(tmp_path / "old-1"), "fresh_optimizer": True})  # fmt: skip
+        taught = make(tmp_path / f"taught-{seed}", seed, [0.1, 0.4])
+        write_text(taught.imported("verdicts", 0) / "import-ab.parquet", "")
+    found, _ = figures(exgrpo, tmp_path, "--baseline", "plain")
+    assert [(arm["name"], arm["seeds"]) for arm in found["arms"]] == [
+        (name, [1, 2]) for name in ("old", "on", "plain", "taught", "two")
+    ]
+    nothing = [None]
+    assert found["differing"] == {
+        "curate.replay_ratio": [[0.0], [0.5], [0.5], [0.5], [0.5]],
+        "from": [nothing, [f"step 2 of {tmp_path}/old"], nothing, nothing,
+                 [f"step 2 of {tmp_path}/old, fresh optimizer"]],
+        "imports": [nothing, nothing, nothing, ["step-00000-import/import-ab"], nothing],
+    }  # fmt: skip
+
+
 def test_repeated_seeds_and_other_problems_are_said(exgrpo: Exgrpo, runs: Path) -> None:
     make(runs / "more" / "b-1", 1, [0.1, 0.5, 0.7], tokens=50)
-    for name in ("a-1", "b-1"):
-        (runs / name / "evaluations").mkdir()
-        (runs / name / "evaluations" / "held.parquet").write_text(name)
+    asked = {"a-1": "1+1=", "b-1": "1+2="}
+    for name, question in asked.items():
+        table = frame("problems", [problem_row("p", question)])
+        write_table("problems", table, runs / name / "evaluations" / "held.parquet")
     found, rows = figures(exgrpo, f"a={runs / 'a-1'}", f"b={runs / 'b-1'}", f"b={runs / 'more'}")
     assert found["warnings"] == [
         "b: 2 runs of seed 1 count as their mean",
@@ -188,6 +225,17 @@ def test_repeated_seeds_and_other_problems_are_said(exgrpo: Exgrpo, runs: Path) 
     ]
     assert rows["step", "b"]["difference"] == pytest.approx(0.6 - 0.3)
     assert rows["step", "b"]["pairs"] == 1
+
+    table.write_parquet(runs / "a-1" / "evaluations" / "held.parquet", compression="gzip")
+    assert not figures(exgrpo, runs / "a-1", runs / "b-1")[0]["warnings"]  # other bytes alone
+
+
+def test_a_baseline_without_evaluations_is_said(exgrpo: Exgrpo, runs: Path) -> None:
+    other = make(runs / "c-1", 1, [0.1, 0.2], rollout={"samples": 4})
+    other.metrics.write_text(other.metrics.read_text().replace("held", "other"))
+    found, rows = figures(exgrpo, runs, "--baseline", "c")
+    assert found["warnings"] == ["c: never evaluated on held; there are no differences to it"]
+    assert rows["step", "a"]["difference"] is None
 
 
 def test_the_page_has_the_tables_and_a_line_an_arm(exgrpo: Exgrpo, runs: Path) -> None:
@@ -204,6 +252,46 @@ def test_the_page_has_the_tables_and_a_line_an_arm(exgrpo: Exgrpo, runs: Path) -
     assert any(text.startswith("held against steps. a: 10% at step 0, 34%") for text in labels)
     assert any("with replayed rows. a: 25% at step 0, 25% at step 3" in text for text in labels)
     assert "script" not in page.texts
+
+
+def test_a_lone_point_among_long_lines_is_drawn(exgrpo: Exgrpo, tmp_path: Path) -> None:
+    make(tmp_path / "long-1", 1, [0.1] * 50)
+    make(tmp_path / "new-1", 1, [0.1], **GRPO)
+    exgrpo("compare", tmp_path, "--out", tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    dots = [attrs for tag, attrs in page.tags if tag == "path" and attrs["class"] == "dot c1"]
+    assert len(dots) == 4  # a chart an axis
+    assert "new, step 0: 10%" in page.texts["title"]
+
+
+def test_names_are_text_wherever_they_stand(exgrpo: Exgrpo, runs: Path) -> None:
+    names = ["<script>alert(1)</script>", r"$\frac{$", "_a", "a|b", "[red]x", "\x1b[31m"]
+    given = [f"{name}={path}" for name, path in zip(names, sorted(runs.glob("?-?")), strict=True)]
+    done = exgrpo("compare", *given, "--out", runs / "x.html", "--png", runs / "x.svg",
+                  "--markdown")  # fmt: skip
+    assert {r"a\|b", "[red]x", r"\x1b[31m"} <= {
+        line.split(" | ")[0].strip("| ") for line in done.stdout.splitlines()
+    }
+    page = Page((runs / "x.html").read_text(encoding="utf-8"))
+    assert "script" not in page.texts
+    assert set(names) <= set(page.texts["td"])
+    drawn = (runs / "x.svg").read_text(encoding="utf-8")
+    assert all(f"<!-- {name} -->" in drawn for name in (r"$\frac{$", "_a", "a|b", r"\x1b[31m"))
+
+
+def test_arms_keep_their_look_in_the_picture(exgrpo: Exgrpo, runs: Path) -> None:
+    for i in range(9):
+        make(runs / f"c{i}-1", 1, [0.1, 0.2], rollout={"samples": 10 + i})
+    first = runs / "a-1" / "metrics.jsonl"
+    first.write_text(first.read_text().replace("held", "other"))
+    exgrpo("compare", runs / "a-1", runs / "b-1", *sorted(runs.glob("c*")), "--png", runs / "x.svg")
+    drawn = (runs / "x.svg").read_text(encoding="utf-8")
+    assert all(f"<!-- {name} -->" in drawn for name in ("a", "b", "c0", "c8"))
+    lines = re.findall(r'<path d="M[^"]*" clip-path="[^"]*" style="([^"]*)"', drawn)
+    looks = {line for line in lines if "stroke-width: 1.5" in line}
+    assert len(looks) == 11
+    strokes = [re.search("#[0-9a-f]{6}", look)[0] for look in looks]  # type: ignore[index]
+    assert len(set(strokes)) == 10  # the eleventh arm has the first one's, dashed
 
 
 def test_picture_and_numbers(exgrpo: Exgrpo, runs: Path) -> None:

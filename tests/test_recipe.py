@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from exgrpo_cli import recipe as r
 from exgrpo_cli.errors import InputError
+from exgrpo_cli.recipe.load import parse_value
+from exgrpo_cli.recipe.settings import Section
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 
@@ -120,11 +122,11 @@ def test_not_toml_and_not_there(tmp_path: Path) -> None:
 
 
 def test_values_of_flags() -> None:
-    assert r.parse_value("3") == 3
-    assert r.parse_value("1e-6") == 1e-6
-    assert r.parse_value("[0.9, 0.95]") == [0.9, 0.95]
-    assert r.parse_value("true") is True
-    assert r.parse_value("runs/a") == "runs/a"
+    assert parse_value("3") == 3
+    assert parse_value("1e-6") == 1e-6
+    assert parse_value("[0.9, 0.95]") == [0.9, 0.95]
+    assert parse_value("true") is True
+    assert parse_value("runs/a") == "runs/a"
 
 
 def test_differences() -> None:
@@ -135,7 +137,7 @@ def test_differences() -> None:
 def test_every_key_is_described() -> None:
     def walk(model: type[r.BaseModel]) -> None:
         for name, field in model.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, r.Section):
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
                 walk(field.annotation)
             else:
                 assert field.description, name

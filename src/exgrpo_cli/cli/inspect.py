@@ -365,7 +365,8 @@ def compare(
     console = Console()
     if markdown or not console.is_terminal:  # a file or a pipe has no width
         console.width = 10_000
-    console.print(comparison.format_comparison(result, markdown=markdown))
+    shown = comparison.format_comparison(result, width=console.width, markdown=markdown)
+    console.print(shown, crop=False)
 
 
 @command("Demo", "demo-model")

@@ -1,4 +1,4 @@
-"""Runs as the arms of an experiment: those whose recipes differ in their seeds alone are one."""
+"""Runs as the arms of an experiment: those that differ in their seeds alone are one."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ ALIKE = frozenset(
 may differ in them. So they may in ``loop.steps``, where no schedule of the learning rate counts on
 it."""
 
+_HISTORY = ("from", "imports")
+"""The keys of :attr:`Member.history`."""
 _NAMING = 4
 """An arm is named after so many settings at most."""
 _DEEP = 4
@@ -55,6 +57,25 @@ class Member:
     @cached_property
     def spent(self) -> Mapping[str, list[Point]]:
         return spent(self.metrics)
+
+    @cached_property
+    def history(self) -> dict[str, str]:
+        """What made the run beside its recipe: the step of another run from which it goes on (that
+        run without its seed), and the files of imported trajectories that it took in."""
+        found = {}
+        if origin := self.run.origin():
+            root = Path(origin["run"])
+            other = _without_seed(str(root).lstrip("/"), _seed_of(root, self.seed))
+            fresh = ", fresh optimizer" * origin["fresh_optimizer"]
+            found["from"] = f"step {origin['step']} of /{other}{fresh}"
+        taken = sorted((self.run.root / "verdicts").glob("step-*-import/[!.]*.parquet"))
+        if taken:
+            found["imports"] = " and ".join(f"{file.parent.name}/{file.stem}" for file in taken)
+        return found
+
+    def setting(self, key: str) -> Any:
+        """The value of a dotted key of the recipe, or of a key of :attr:`history`."""
+        return self.history.get(key) if key in _HISTORY else setting(self.recipe, key)
 
 
 @dataclass(frozen=True)
@@ -107,11 +128,15 @@ def arms(given: Sequence[str], log: Log) -> list[Arm]:
 
 
 def settings_that_differ(members: Sequence[Member]) -> list[str]:
-    """The dotted keys in which some runs' recipes differ, other than those of :data:`ALIKE`."""
-    first = members[0].recipe
+    """The dotted keys in which some runs' recipes differ, other than those of :data:`ALIKE`, and
+    the keys of their histories that do."""
+    first = members[0]
     keys: dict[str, None] = {}
     for member in members[1:]:
-        keys |= dict.fromkeys(differences(first, member.recipe))
+        keys |= dict.fromkeys(differences(first.recipe, member.recipe))
+    for key in _HISTORY:
+        if len(_distinct(member.setting(key) for member in members)) > 1:
+            keys[key] = None
     if all(member.recipe.train.schedule == "constant" for member in members):
         keys.pop("loop.steps", None)
     return [key for key in keys if key not in ALIKE]
@@ -120,11 +145,12 @@ def settings_that_differ(members: Sequence[Member]) -> list[str]:
 def differing(arms: Sequence[Arm]) -> dict[str, list[list[Any]]]:
     """What is not the same in all arms: of each key the values of each arm, mostly one.
 
-    Beside the recipes' keys it is the ``commit`` that runs were last started with.
+    Beside the recipes' keys it is what runs go on ``from``, their ``imports``, and the ``commit``
+    that they were last started with.
     """
     members = [member for arm in arms for member in arm.members]
     found = {
-        key: [_distinct(setting(member.recipe, key) for member in arm.members) for arm in arms]
+        key: [_distinct(member.setting(key) for member in arm.members) for arm in arms]
         for key in settings_that_differ(members)
     }
     commits = [_distinct(map(_commit, arm.members)) for arm in arms]
@@ -203,8 +229,16 @@ def _settings_of(group: Sequence[Member], groups: Sequence[Sequence[Member]]) ->
     is too much for a name."""
     others = [one[0] for one in groups] if group is groups[0] else [groups[0][0]]
     keys = settings_that_differ([group[0], *others])
-    words = (f"{key.rpartition('.')[2]} = {setting(group[0].recipe, key)}" for key in keys)
+    words = (f"{key.rpartition('.')[2]} = {group[0].setting(key)}" for key in keys)
     return "" if len(keys) > _NAMING else ", ".join(words) or "all runs"
+
+
+def _seed_of(root: Path, default: int) -> int:
+    """The seed of another run, where it can still be read."""
+    try:
+        return load_recipe(RunDir(root).recipe).seed
+    except InputError:
+        return default
 
 
 def _without_seed(name: str, seed: int) -> str:

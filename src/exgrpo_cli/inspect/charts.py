@@ -193,7 +193,7 @@ def line_chart(
         css = _colour(i)
         if i < len(bands) and bands[i]:
             body.append(_band_path(bands[i], x, y, css))
-        if smooth:
+        if smooth and len(points) > 1:
             body.append(f'<path class="line raw {css}" d="{_path(_thin(points), x, y)}"></path>')
             mean = _moving_mean(points, max(3, len(points) // 20))
             body.append(f'<path class="line {css}" d="{_path(_thin(mean), x, y)}"></path>')
@@ -370,5 +370,5 @@ def _place(at: float, axis: str) -> str:
 
 
 def _colour(index: int) -> str:
-    """The class of a line: six colours, and the same again dashed."""
-    return f"c{index % 6}" + (" dashed" if index // 6 % 2 else "")
+    """The class of a line: six colours, and the same again dashed, and dotted."""
+    return f"c{index % 6}" + ("", " dashed", " dotted")[index // 6 % 3]

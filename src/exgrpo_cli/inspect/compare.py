@@ -13,6 +13,7 @@ from exgrpo_cli.evaluation import t_half_width
 from exgrpo_cli.inspect.arms import Arm, Member, differing
 from exgrpo_cli.inspect.charts import Band, Point
 from exgrpo_cli.metrics import evaluation_names, series
+from exgrpo_cli.tables import read_table
 
 COSTS = ("tokens", "questions", "updates", "seconds")
 """What :func:`exgrpo_cli.metrics.spent` counts."""
@@ -62,7 +63,12 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
             for arm in arms
         ],
         "differing": differing(arms),
-        "warnings": [*missing, *_doubled(arms), *_other_problems(arms)],
+        "warnings": [
+            *missing,
+            *_nothing_to_differ_from(arms, base),
+            *_doubled(arms),
+            *_other_problems(arms),
+        ],
         "figures": [
             {"at": at, "set": name, **row}
             for name in sets
@@ -70,6 +76,12 @@ def compare(arms: Sequence[Arm], baseline: str | None = None) -> dict[str, Any]:
             for row in _rows(arms, base, name, place, at)
         ],
     }
+
+
+def _nothing_to_differ_from(arms: Sequence[Arm], base: Arm) -> Iterator[str]:
+    for name in evaluated_sets(arms):
+        if not any(accuracy(member, name) for member in base.members):
+            yield f"{base.name}: never evaluated on {name}; there are no differences to it"
 
 
 def _doubled(arms: Iterable[Arm]) -> Iterator[str]:
@@ -80,12 +92,16 @@ def _doubled(arms: Iterable[Arm]) -> Iterator[str]:
 
 
 def _other_problems(arms: Iterable[Arm]) -> Iterator[str]:
+    roots = [member.run.root for arm in arms for member in arm.members]
     for name in evaluated_sets(arms):
-        files = [
-            m.run.root / "evaluations" / f"{name}.parquet" for arm in arms for m in arm.members
-        ]
-        if len({file.read_bytes() for file in files if file.exists()}) > 1:
-            yield f"{name}: not the same problems in all runs; accuracies cannot be compared"
+        files = [root / "evaluations" / f"{name}.parquet" for root in roots]
+        contents = {file.read_bytes(): file for file in files if file.exists()}
+        if len(contents) > 1:  # other versions write the same problems in other bytes
+            first, *others = (
+                read_table("problems", file).sort("problem_id") for file in contents.values()
+            )
+            if not all(first.equals(other) for other in others):
+                yield f"{name}: not the same problems in all runs; accuracies cannot be compared"
 
 
 def evaluated_sets(arms: Iterable[Arm]) -> list[str]:

@@ -16,6 +16,7 @@ from exgrpo_cli.inspect.page import Table, plain, render
 from exgrpo_cli.metrics import STAGES, series
 from exgrpo_cli.progress import duration
 from exgrpo_cli.tables import atomic_path, write_text
+from exgrpo_cli.terminal import harmless
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,15 +50,22 @@ def tables(found: Mapping[str, Any]) -> list[tuple[str, Table]]:
     """The figures of :func:`exgrpo_cli.inspect.compare.compare`: a table a set and place."""
     head = ["arm", "seeds", "step", "pass@1", "difference", *COSTS[:-1], "time"]
     made: dict[str, Table] = {}
+    seeds = {
+        (row["set"], row["at"]): row["seeds"]
+        for row in found["figures"]
+        if row["arm"] == found["baseline"]
+    }
     for row in found["figures"]:
         where = PLACES[row["at"]].replace("the baseline", found["baseline"])
         table = made.setdefault(f"{row['set']}: {where}", {"head": head, "body": []})
-        table["body"].append(_cells(row))
+        table["body"].append(_cells(row, seeds.get((row["set"], row["at"]), 0)))
     return list(made.items())
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    pairs = f" ({row['pairs']})" if row["pairs"] not in (0, row["seeds"]) else ""
+def _cells(row: Mapping[str, Any], base_seeds: int) -> list[str]:
+    """A row of a table, of an arm whose baseline has so many seeds."""
+    alone = 0 < row["pairs"] < max(row["seeds"], base_seeds)
+    pairs = f" ({row['pairs']})" * alone
     steps = dict.fromkeys(f"{step:.1f}".removesuffix(".0") for step in row["step"] or [])
     spent = ["" if row[cost] is None else number(row[cost]) for cost in COSTS[:-1]]
     return [
@@ -106,28 +114,35 @@ def arm_table(found: Mapping[str, Any]) -> Table:
     }
 
 
-def format_comparison(found: Mapping[str, Any], *, markdown: bool = False) -> RenderableType:
-    """The tables for a terminal, or as Markdown."""
+def format_comparison(
+    found: Mapping[str, Any], *, width: int, markdown: bool = False
+) -> RenderableType:
+    """The tables for a terminal of this width, or as Markdown. The figures are whole in any."""
     from rich.box import MARKDOWN
+    from rich.cells import cell_len
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    from exgrpo_cli.terminal import harmless
-
     figures = tables(found)
     widths = [
-        max(len(row[i]) for _, rows in figures for row in (rows["head"], *rows["body"]))
+        max(
+            cell_len(harmless(row[i]))
+            for _, rows in figures
+            for row in (rows["head"], *rows["body"])
+        )
         for i in range(len(figures[0][1]["head"]) if figures else 0)
     ]  # columns of all tables lie below each other
+    gap = 1 if sum(widths) + 2 * (len(widths) - 1) > width else 2
     parts: list[RenderableType] = []
     for title, rows, words, least in [
         ("", arm_table(found), 2, []), *((*one, 1, widths) for one in figures)
     ]:  # fmt: skip
         table = RichTable(
             box=MARKDOWN if markdown else None,
-            padding=(0, 1) if markdown else (0, 2, 0, 0),
+            padding=(0, 1) if markdown else (0, gap if least else 2, 0, 0),
             pad_edge=markdown,
+            width=sum(widths) + gap * (len(widths) - 1) if least and not markdown else None,
         )
         for i, cell in enumerate(rows["head"]):
             table.add_column(
@@ -137,7 +152,8 @@ def format_comparison(found: Mapping[str, Any], *, markdown: bool = False) -> Re
                 min_width=least[i] if i and least else None,
             )
         for row in rows["body"]:
-            table.add_row(*(escape(harmless(cell)) for cell in row))
+            cells = (harmless(cell) for cell in row)
+            table.add_row(*(escape(c.replace("|", r"\|") if markdown else c) for c in cells))
         parts += [escape(harmless(f"{title}:\n" if markdown else title))] if title else []
         parts += [table, ""]
     return Group(*parts, *(escape(harmless(note)) for note in notes(found)))
@@ -249,15 +265,19 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
         raise InputError(f"--png {path}: none of the runs has an evaluation to draw")
     figure = Figure(figsize=(10, 3.2 * len(sets)), layout="constrained")
     panels = figure.subplots(len(sets), 2, sharey="row", squeeze=False)
+    legend: dict[str, Any] = {}
     for name, row in zip(sets, panels, strict=True):
         for axis, panel in zip(("step", "tokens"), row, strict=True):
-            for arm in arms:
+            for i, arm in enumerate(arms):  # of one colour in all panels, whatever they lack
                 line, band = mean_curve(arm, partial(accuracy, name=name), axis)
+                colour, dashes = f"C{i % 10}", ("-", "--", ":")[i // 10 % 3]
                 if line:
-                    (drawn,) = panel.plot(*zip(*line, strict=True), marker=".", label=arm.name)
+                    (legend[arm.name],) = panel.plot(
+                        *zip(*line, strict=True), dashes, color=colour, marker="."
+                    )
                 if band:
                     panel.fill_between(
-                        *zip(*band, strict=True), color=drawn.get_color(), alpha=0.15, linewidth=0
+                        *zip(*band, strict=True), color=colour, alpha=0.15, linewidth=0
                     )
             panel.set_xlabel(_AXES[axis])
             places = [float(at) for drawn in panel.lines for at in drawn.get_xdata()]
@@ -266,9 +286,17 @@ def write_picture(path: Path, arms: Sequence[Arm]) -> None:
             panel.locator_params(axis="y", steps=[1, 2, 5, 10])
             panel.yaxis.set_major_formatter(lambda y, _: percent(y))
             panel.grid(alpha=0.3)
-        row[0].set_ylabel(f"{name} pass@1")
-    lines = panels[0][0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside upper center", ncols=4, frameon=False)
+        row[0].set_ylabel(f"{name} pass@1", parse_math=False)
+    names = [arm.name for arm in arms if arm.name in legend]
+    key = figure.legend(
+        [legend[name] for name in names],
+        [harmless(name) for name in names],
+        loc="outside upper center",
+        ncols=max(1, min(4, 110 // (8 + max(map(len, names))))),
+        frameon=False,
+    )
+    for label in key.get_texts():
+        label.set_parse_math(False)
     kind = path.suffix.lstrip(".") or "png"
     if kind not in figure.canvas.get_supported_filetypes():
         raise InputError(f"--png {path}: matplotlib knows no format {kind}")
