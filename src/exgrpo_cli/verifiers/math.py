@@ -157,7 +157,7 @@ def _read(text: str) -> list[Any]:
         expression = _parse_latex(normal)
     except Exception:
         expression = None
-    if getattr(expression, "is_zero", False) and _WORD_BEFORE.match(text):  # "not 0": n·o·t·0
+    if _WORD_BEFORE.match(text) and getattr(expression, "is_zero", False):  # "not 0": n·o·t·0
         expression = None
     return [normal] if expression is None else [expression, normal]
 
