@@ -22,15 +22,15 @@ GROUPS := --set curate.questions=24 $(WHOLE)
 grpo := --set curate.replay_ratio=0
 grpo-4 := $(grpo) --set curate.questions=4 --steps 120 --set evaluate.every=40
 grpo-16 := $(grpo) --set curate.questions=16
-grpo-slow := $(grpo) --set train.learning_rate=1e-4
-grpo-fast := $(grpo) --set train.learning_rate=3e-4
 exgrpo :=
 exgrpo-slow := --set train.learning_rate=1e-4
 exgrpo-fast := --set train.learning_rate=3e-4
 # The entropy bonus as strong as the published one (docs/training.md), a fourteenth of the default.
-grpo-mild := $(grpo) --set objective.entropy_bonus=7e-5
 exgrpo-mild := --set objective.entropy_bonus=7e-5
-groups-mild := $(GROUPS) --set objective.entropy_bonus=7e-5
+grpo-slow := $(grpo) $(exgrpo-slow)
+grpo-fast := $(grpo) $(exgrpo-fast)
+grpo-mild := $(grpo) $(exgrpo-mild)
+groups-mild := $(GROUPS) $(exgrpo-mild)
 exgrpo-clip := --set objective.shaping=clip
 groups := $(GROUPS)
 groups-lm := --set curate.questions=32 --set train.minibatch_questions=32 --set curate.start_success=0 $(WHOLE)

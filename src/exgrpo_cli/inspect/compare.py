@@ -155,10 +155,10 @@ def _places(arms: Sequence[Arm], base: Arm, name: str) -> dict[str, Place]:
     if len(arms) == 1:  # there is nothing to be equal to
         return found
     spent = [
-        dict(m.spent["tokens"]).get(accuracy(m, name)[-1][0], 0.0)
+        dict(m.spent["tokens"]).get(points[-1][0], 0.0)
         for arm in arms
         for m in arm.members
-        if accuracy(m, name)
+        if (points := accuracy(m, name))
     ]
     tokens = min(spent, default=0.0)
     if tokens > 0:
